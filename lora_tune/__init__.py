@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA fine-tuning of Hugging Face models in JAX.
+
+The names below are the public Python interface. Each is imported on first use, so that
+`import lora_tune` neither loads jax nor starts a backend.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from lora_tune.errors import InputError
+
+if TYPE_CHECKING:
+    from lora_tune.api import (
+        add_lora,
+        load_adapter,
+        load_model,
+        save_adapter,
+        save_merged,
+        train,
+    )
+    from lora_tune.lora import LoraConfig
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "InputError",
+    "LoraConfig",
+    "add_lora",
+    "load_adapter",
+    "load_model",
+    "save_adapter",
+    "save_merged",
+    "train",
+]
+
+_HOMES = {
+    "LoraConfig": "lora_tune.lora",
+    "add_lora": "lora_tune.api",
+    "load_adapter": "lora_tune.api",
+    "load_model": "lora_tune.api",
+    "save_adapter": "lora_tune.api",
+    "save_merged": "lora_tune.api",
+    "train": "lora_tune.api",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'lora_tune' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    # The import system has by now put a subpackage of the same name (`lora_tune.train`) here.
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings that must stand before jax, transformers or wandb is first imported."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = " ".join(
+    [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8"]
+).strip()
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["WANDB_MODE"] = "offline"
+
+import jax
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
