@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table between our parameters and the tensors of a Hugging Face checkpoint.
+
+A family lists one `Row` per kind of tensor. `bind` meets the rows with an (abstract) model and
+answers with one `Leaf` per parameter: the Hugging Face name of every slice along its stacked axes
+(block, layer, expert), and the layout-only view between the two. Nothing here changes a value, so
+import followed by export is exact. Loading, merging and the PEFT adapter all read the same leaves.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from flax import nnx
+
+Path = tuple[str | int, ...]
+STACK_AXES = ("block", "layer", "expert")
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """A layout between our array (stacked axes removed) and the Hugging Face tensor.
+
+    `dims[j]` is the axis of ours that Hugging Face axis j holds, or None where Hugging Face has an
+    axis of size one that we lack; `dims=None` is the identity for any rank.
+    """
+
+    dims: tuple[int | None, ...] | None = None
+
+    @property
+    def rank(self) -> int | None:
+        """Rank of our side, None when any."""
+        return None if self.dims is None else sum(d is not None for d in self.dims)
+
+    def hf_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The Hugging Face shape for our shape."""
+        if self.dims is None:
+            return tuple(shape)
+        return tuple(1 if d is None else shape[d] for d in self.dims)
+
+    def hf_index(self, index: Sequence[slice]) -> tuple[slice, ...]:
+        """The Hugging Face slices that hold our slices."""
+        if self.dims is None:
+            return tuple(index)
+        return tuple(slice(0, 1) if d is None else index[d] for d in self.dims)
+
+    def to_hf(self, array: np.ndarray) -> np.ndarray:
+        """Our array in the Hugging Face layout."""
+        if self.dims is None:
+            return array
+        moved = array.transpose([d for d in self.dims if d is not None])
+        return moved.reshape(self.hf_shape(array.shape))
+
+    def from_hf(self, tensor: np.ndarray) -> np.ndarray:
+        """The Hugging Face tensor (or a slice taken with `hf_index`) in our layout."""
+        if self.dims is None:
+            return tensor
+        kept = [j for j, d in enumerate(self.dims) if d is not None]
+        squeezed = tensor.reshape([tensor.shape[j] for j in kept])
+        order = [d for d in self.dims if d is not None]
+        return squeezed.transpose([order.index(d) for d in range(len(order))])
+
+
+VIEWS: Mapping[str, View] = {
+    "identity": View(),
+    "transpose": View((1, 0)),
+    "conv": View((1, None, 0)),  # torch Conv1d depthwise [C, 1, K] <-> ours [K, C]
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One kind of tensor: our path below the layer (or the model) and the Hugging Face name.
+
+    `theirs` holds `{e}` where one tensor per expert lies on disk; the layer prefix is the family's.
+    """
+
+    ours: str
+    theirs: str
+    view: str = "identity"
+
+
+class Family(Protocol):
+    """What the table needs to know of a model family.
+
+    `ignored` lists (regular expression matched against the whole name, reason) of checkpoint
+    tensors that the model does not hold; a merged export still carries them.
+    """
+
+    @property
+    def layer_rows(self) -> Sequence[Row]: ...
+    @property
+    def top_rows(self) -> Sequence[Row]: ...
+    @property
+    def ignored(self) -> Sequence[tuple[str, str]]: ...
+    @property
+    def layer_prefix(self) -> str: ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Leaf:
+    """One parameter of the model and the Hugging Face tensors that fill it.
+
+    Attributes:
+      path: path in the nnx state.
+      shape, dtype, axes: of our array, stacked axes included.
+      names: Hugging Face names, shape = sizes of the stacked axes in the order block, layer,
+        expert (a 0-d array for a parameter that is not stacked).
+      stack_axes: positions of those stacked axes in our array, in the same order.
+      view: the layout of the remaining axes.
+      hf_shape: shape of each Hugging Face tensor.
+    """
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    axes: tuple[str | None, ...]
+    names: np.ndarray
+    stack_axes: tuple[int, ...]
+    view: View
+    hf_shape: tuple[int, ...]
+
+    @property
+    def inner_axes(self) -> tuple[int, ...]:
+        """Positions of the axes that a single Hugging Face tensor holds."""
+        return tuple(i for i in range(len(self.shape)) if i not in self.stack_axes)
+
+    @property
+    def dotted(self) -> str:
+        """The path as text."""
+        return ".".join(map(str, self.path))
+
+    def place(self, cell: tuple[int, ...]) -> tuple[int | slice, ...]:
+        """Index into our array of one cell of `names`; what remains are the inner axes."""
+        index: list[int | slice] = [slice(None)] * len(self.shape)
+        for axis, i in zip(self.stack_axes, cell, strict=True):
+            index[axis] = i
+        return tuple(index)
+
+
+def hf_state(leaf: Leaf, array: Any) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields (Hugging Face name, tensor in the Hugging Face layout) for every slice of `array`.
+
+    The exact inverse of loading, for any stacking. Sharded arrays are fetched to the host whole.
+    """
+    host = np.asarray(array)
+    if host.shape != leaf.shape:
+        raise ValueError(f"{leaf.dotted}: expected shape {leaf.shape}, got {host.shape}")
+    for cell in np.ndindex(leaf.names.shape):
+        yield leaf.names[cell], leaf.view.to_hf(host[leaf.place(cell)])
+
+
+def base_params(model: nnx.Module) -> dict[Path, Any]:
+    """The weights of a model by path: every nnx.Param that is not an adapter."""
+    wanted = nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam))
+    return dict(nnx.to_flat_state(nnx.state(model, wanted)))
+
+
+def bind(family: Family, model: Any) -> tuple[Leaf, ...]:
+    """Joins the rows of a family with the parameters of a model, concrete or abstract.
+
+    Raises:
+      ValueError: naming everything wrong at once: rows that repeat a name, layers that do not
+        partition range(num_hidden_layers), a parameter without a row, a stacked axis that
+        contradicts the plan, two parameters for one Hugging Face tensor.
+    """
+    stacks = {tuple(prefix): np.asarray(ids) for prefix, ids in model.plan.stacks().items()}
+    problems = _row_problems(family) + _layer_problems(stacks, model.config.num_hidden_layers)
+    layer_rows = {row.ours: row for row in family.layer_rows}
+    top_rows = {row.ours: row for row in family.top_rows}
+    leaves = []
+    for path, variable in base_params(model).items():
+        prefix = next((path[:n] for n in range(len(path), 0, -1) if path[:n] in stacks), ())
+        layers = stacks[prefix] if prefix else None
+        rows, start = (layer_rows, family.layer_prefix) if prefix else (top_rows, "")
+        row = rows.get(".".join(map(str, path[len(prefix) :])))
+        if row is None:
+            problems.append(f"parameter {'.'.join(map(str, path))} has no row")
+            continue
+        leaf = _leaf(path, variable, row, start, layers, problems)
+        leaves += [leaf] if leaf else []
+    problems += _name_problems(leaves)
+    if problems:
+        raise ValueError("the table does not fit the model: " + "; ".join(problems))
+    return tuple(leaves)
+
+
+def _leaf(
+    path: Path, variable: Any, row: Row, start: str, layers: Any, problems: list[str]
+) -> Leaf | None:
+    value = variable.get_value()
+    shape, axes = tuple(value.shape), tuple(variable.get_metadata("axes", None) or ())
+    where = ".".join(map(str, path))
+    axes = axes or (None,) * len(shape)
+    found = [a for a in STACK_AXES if a in axes]
+    expected = _expected_stack(layers, row)
+    if found != expected or len(axes) != len(shape) or len(set(found)) != len(found):
+        problems.append(f"{where} {shape} has axes {axes}, expected stacked axes {expected}")
+        return None
+    stack_axes = tuple(axes.index(a) for a in found)
+    sizes = tuple(shape[i] for i in stack_axes)
+    layer_shape = () if layers is None else layers.shape
+    if sizes[: len(layer_shape)] != layer_shape:
+        problems.append(f"{where} stacks {sizes} layers, the plan says {layer_shape}")
+        return None
+    inner = tuple(n for i, n in enumerate(shape) if i not in stack_axes)
+    view = VIEWS[row.view]
+    if view.rank not in (None, len(inner)):
+        problems.append(f"{where}: view {row.view} needs {view.rank} axes, got {inner}")
+        return None
+    names = _names(start + row.theirs, layers, sizes)
+    return Leaf(
+        path, shape, np.dtype(value.dtype), axes, names, stack_axes, view, view.hf_shape(inner)
+    )
+
+
+def _expected_stack(layers: np.ndarray | None, row: Row) -> list[str]:
+    rank = 0 if layers is None else layers.ndim
+    return ["block", "layer"][2 - rank :] + (["expert"] if "{e}" in row.theirs else [])
+
+
+def _names(pattern: str, layers: np.ndarray | None, sizes: tuple[int, ...]) -> np.ndarray:
+    names = np.empty(sizes, dtype=object)
+    rank = 0 if layers is None else layers.ndim
+    for cell in np.ndindex(sizes):
+        i = None if layers is None else int(layers[cell[:rank]])
+        expert = cell[rank] if len(cell) > rank else None
+        names[cell] = pattern.format(i=i, e=expert)
+    return names
+
+
+def _row_problems(family: Family) -> list[str]:
+    problems = []
+    for label, rows in (("layer", family.layer_rows), ("top", family.top_rows)):
+        for side in ("ours", "theirs"):
+            counts = Counter(getattr(row, side) for row in rows)
+            repeated = [name for name, n in counts.items() if n > 1]
+            problems += [f"two {label} rows have {side}={name!r}" for name in repeated]
+        unknown = {row.view for row in rows} - set(VIEWS)
+        problems += [f"unknown view {view!r}" for view in sorted(unknown)]
+    if any(row.view not in VIEWS for row in (*family.layer_rows, *family.top_rows)):
+        raise ValueError("the table does not fit the model: " + "; ".join(problems))
+    return problems
+
+
+def _layer_problems(stacks: Mapping[Path, np.ndarray], num_layers: int) -> list[str]:
+    held = sorted(int(i) for ids in stacks.values() for i in ids.ravel())
+    if held == list(range(num_layers)):
+        return []
+    return [f"the plan holds layers {held}, expected each of range({num_layers}) once"]
+
+
+def _name_problems(leaves: Sequence[Leaf]) -> list[str]:
+    owner: dict[str, Leaf] = {}
+    problems = []
+    for leaf in leaves:
+        for name in leaf.names.ravel():
+            if name in owner:
+                problems.append(f"{name} is claimed by {owner[name].dotted} and {leaf.dotted}")
+            owner[name] = leaf
+    return problems
