@@ -90,13 +90,24 @@ class Family(Protocol):
     """
 
     @property
-    def layer_rows(self) -> Sequence[Row]: ...
+    def layer_rows(self) -> Sequence[Row]:
+        """Rows below a layer."""
+        ...
+
     @property
-    def top_rows(self) -> Sequence[Row]: ...
+    def top_rows(self) -> Sequence[Row]:
+        """Rows outside the layers."""
+        ...
+
     @property
-    def ignored(self) -> Sequence[tuple[str, str]]: ...
+    def ignored(self) -> Sequence[tuple[str, str]]:
+        """(regular expression, reason) of tensors to leave out."""
+        ...
+
     @property
-    def layer_prefix(self) -> str: ...
+    def layer_prefix(self) -> str:
+        """Prefix of a layer's names, with `{i}` for its number."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -150,6 +161,16 @@ def hf_state(leaf: Leaf, array: Any) -> Iterator[tuple[str, np.ndarray]]:
         raise ValueError(f"{leaf.dotted}: expected shape {leaf.shape}, got {host.shape}")
     for cell in np.ndindex(leaf.names.shape):
         yield leaf.names[cell], leaf.view.to_hf(host[leaf.place(cell)])
+
+
+def is_adaptable(leaf: Leaf) -> bool:
+    """Whether the leaf is the kernel of a projection: adapters go beside nothing else."""
+    return leaf.path[-1] == "kernel" and leaf.view == VIEWS["transpose"]
+
+
+def module_name(tensor: str) -> str:
+    """The Hugging Face module that owns a weight tensor."""
+    return tensor.removesuffix(".weight")
 
 
 def base_params(model: nnx.Module) -> dict[Path, Any]:

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which modules get an adapter, and of what rank and scale: PEFT's matching rules on names.
+
+Matching runs on Hugging Face module names (`model.layers.3.self_attn.q_proj`, one name per routed
+expert), so that a recipe means here what it means in PEFT. Rules: `check_target_module_exists` and
+`get_pattern_key` of peft 0.21. The difference: an entry that matches nothing is an error here.
+"""
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+
+from lora_tune.errors import InputError
+from lora_tune.hf.table import Leaf, Path, is_adaptable, module_name
+from lora_tune.lora.config import DEFAULT_TARGETS, LoraConfig, scaling
+
+HEAD = "lm_head"
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """Rank, alpha and scale of the adapter of one module."""
+
+    r: int
+    alpha: float
+    scale: float
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StackTarget:
+    """The adapters of one stacked parameter.
+
+    Attributes:
+      r: rank of the arrays, the largest in the stack.
+      ranks: int32, shape = stacked layer axes (block, layer); 0 where a layer is not adapted.
+      alphas, scales: float32 of the same shape; 0 where a layer is not adapted.
+    """
+
+    r: int
+    ranks: np.ndarray
+    alphas: np.ndarray
+    scales: np.ndarray
+
+
+def adaptable_modules(leaves: Iterable[Leaf]) -> tuple[str, ...]:
+    """Hugging Face names of every module that can take an adapter, one per routed expert."""
+    kernels = (leaf for leaf in leaves if is_adaptable(leaf))
+    return tuple(module_name(name) for leaf in kernels for name in leaf.names.ravel())
+
+
+def resolve(config: LoraConfig, module_names: Sequence[str]) -> dict[str, Target]:
+    """The modules that `config` adapts, in the order of `module_names`.
+
+    Raises:
+      InputError: naming every entry (target, exclusion, layer, pattern) that matches nothing, with
+        the nearest name and what exists.
+    """
+    problems: list[str] = []
+    excluded = _excluded(config, module_names, problems)
+    allowed = [name for name in module_names if name not in excluded]
+    chosen = _chosen(config, module_names, allowed, problems)
+    ranks = _patterns("rank_pattern", config.rank_pattern, chosen, problems)
+    alphas = _patterns("alpha_pattern", config.alpha_pattern, chosen, problems)
+    if not chosen and not problems:
+        problems.append("no module is left to adapt")
+    if problems:
+        raise InputError(f"lora: {'; '.join(problems)}; the model has {_listing(module_names)}")
+    targets = {}
+    for name in chosen:
+        r, alpha = ranks.get(name, config.r), alphas.get(name, config.lora_alpha)
+        targets[name] = Target(r, alpha, scaling(r, alpha, config.use_rslora))
+    return targets
+
+
+def stack_targets(leaves: Iterable[Leaf], targets: Mapping[str, Target]) -> dict[Path, StackTarget]:
+    """Groups the targets of `resolve` by stacked parameter; parameters without any are left out.
+
+    Raises:
+      InputError: the experts of one layer differ in being targeted, in rank or in alpha: they
+        share one array and one scale.
+    """
+    stacks, problems = {}, []
+    for leaf in filter(is_adaptable, leaves):
+        cells = _layer_cells(leaf)
+        found = {cell: {targets.get(module_name(n)) for n in names} for cell, names in cells}
+        mixed = [cell for cell, kinds in found.items() if len(kinds) > 1]
+        problems += [f"the experts of {leaf.names[cell][0]} differ" for cell in mixed]
+        stack = {cell: kinds.pop() for cell, kinds in found.items() if len(kinds) == 1}
+        if any(stack.values()):
+            stacks[leaf.path] = _stack(leaf, stack)
+    if problems:
+        raise InputError(
+            "lora: all routed experts of a layer take the same adapter, but with these targets "
+            + "; ".join(problems[:5])
+            + "; match experts with '.*' instead of single numbers"
+        )
+    return stacks
+
+
+def pattern_value(patterns: Mapping[str, float], name: str, default: float) -> float:
+    """The value of the first pattern that matches the end of `name`, as PEFT looks it up."""
+    for pattern, value in patterns.items():
+        if re.match(rf"(.*\.)?({pattern})$", name):
+            return value
+    return default
+
+
+def layer_number(name: str) -> int | None:
+    """The layer that a module belongs to: the first number that follows two names, as in PEFT."""
+    match = re.match(r".*?\.[^.]*\.(\d+)\.", name)
+    return int(match.group(1)) if match else None
+
+
+def list_matches(item: str, name: str) -> bool:
+    """PEFT's rule for list items: the whole name, or its end after a dot."""
+    return name == item or name.endswith("." + item)
+
+
+def _layer_cells(leaf: Leaf) -> list[tuple[tuple[int, ...], list[str]]]:
+    experts = "expert" in leaf.axes
+    rank = leaf.names.ndim - experts
+    cells = np.ndindex(leaf.names.shape[:rank])
+    return [(cell, np.atleast_1d(leaf.names[cell]).tolist()) for cell in cells]
+
+
+def _stack(leaf: Leaf, stack: Mapping[tuple[int, ...], Target | None]) -> StackTarget:
+    shape = leaf.names.shape[: leaf.names.ndim - ("expert" in leaf.axes)]
+    ranks = np.zeros(shape, np.int32)
+    alphas, scales = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+    for cell, target in stack.items():
+        if target is not None:
+            ranks[cell], alphas[cell], scales[cell] = target.r, target.alpha, target.scale
+    return StackTarget(int(ranks.max()), ranks, alphas, scales)
+
+
+def _excluded(config: LoraConfig, names: Sequence[str], problems: list[str]) -> set[str]:
+    if not config.exclude_modules:
+        return set()
+    return _match("exclude_modules", config.exclude_modules, names, problems)
+
+
+def _chosen(
+    config: LoraConfig, names: Sequence[str], allowed: Sequence[str], problems: list[str]
+) -> list[str]:
+    targets = config.target_modules
+    if isinstance(targets, str) and targets.lower() == "all-linear":
+        return [name for name in allowed if name != HEAD]
+    if not isinstance(targets, str) and tuple(targets) == DEFAULT_TARGETS:
+        targets = [t for t in targets if any(list_matches(t, name) for name in names)]
+    pool = _in_layers(config, allowed, problems)
+    unmatched: list[str] = []
+    found = _match("target_modules", targets, pool, unmatched)
+    if unmatched and len(pool) < len(names):
+        gone: list[str] = []
+        _match("target_modules", targets, names, gone)
+        unmatched = [
+            p if p in gone else p + " among the layers and modules that are left" for p in unmatched
+        ]
+    problems += unmatched
+    return [name for name in pool if name in found]
+
+
+def _in_layers(config: LoraConfig, names: Sequence[str], problems: list[str]) -> Sequence[str]:
+    layers = config.layers_to_transform
+    wanted = {layers} if isinstance(layers, int) else set(layers or ())
+    if not wanted:
+        return names
+    numbers = {name: layer_number(name) for name in names}
+    missing = sorted(wanted - set(numbers.values()))
+    if missing:
+        problems.append(f"layers_to_transform: the model has no layer {missing}")
+    return [name for name in names if numbers[name] in wanted]
+
+
+def _match(
+    field: str, wanted: Sequence[str] | str, names: Sequence[str], problems: list[str]
+) -> set[str]:
+    if isinstance(wanted, str):
+        found = {name for name in names if re.fullmatch(wanted, name)}
+        if not found:
+            problems.append(f"{field}: the expression {wanted!r} matches no module")
+        return found
+    found = set()
+    for item in wanted:
+        hits = {name for name in names if list_matches(item, name)}
+        if not hits:
+            problems.append(f"{field}: {item!r} matches no module{_did_you_mean(item, names)}")
+        found |= hits
+    return found
+
+
+def _patterns(
+    field: str, patterns: Mapping[str, float], names: Sequence[str], problems: list[str]
+) -> dict[str, float]:
+    values: dict[str, float] = {}
+    for pattern, value in patterns.items():
+        expression = re.compile(rf"(.*\.)?({pattern})$")
+        hits = [name for name in names if expression.match(name)]
+        if not hits:
+            problems.append(f"{field}: {pattern!r} matches no adapted module")
+        values |= {name: value for name in hits if name not in values}
+    return values
+
+
+def _kinds(names: Iterable[str], of: Callable[[str], str]) -> list[str]:
+    return sorted({of(name) for name in names})
+
+
+def _did_you_mean(item: str, names: Iterable[str]) -> str:
+    leaves = _kinds(names, lambda name: name.rpartition(".")[2])
+    tails = _kinds(names, lambda name: re.sub(r"^.*\.\d+\.", "", name))
+    near = difflib.get_close_matches(item, [*leaves, *tails], n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def _listing(names: Sequence[str]) -> str:
+    kinds = _kinds(names, lambda name: re.sub(r"\.\d+\.", ".*.", name))
+    return ", ".join(kinds) if kinds else "no module that can take an adapter"
