@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Causal grouped-query attention inside segments, computed by blocks of queries."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+_EXACT = jax.lax.Precision.HIGHEST
+
+
+def attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K Hv"],
+    *,
+    scale: float,
+    segment_ids: Int[Array, "B T"] | None = None,
+    key_segment_ids: Int[Array, "B S"] | None = None,
+    query_offset: int | Int[Array, " B"] | None = None,
+    sliding_window: int | None = None,
+    block_size: int = 512,
+    precision: jax.lax.PrecisionLike = _EXACT,
+) -> Float[Array, "B T N Hv"]:
+    """Attend to earlier keys of the same segment; query head n reads kv head n // (N / K).
+
+    Query t stands at index query_offset + t among the keys (default S - T: the queries are the
+    last of the keys; an array gives one offset per row, for a cache filled row by row). It sees
+    key s when s is not after it, less than sliding_window before it when that is given, and of
+    the same segment. segment_ids belong to the queries, key_segment_ids to the keys (default: the
+    queries' own, which needs S == T); id 0 is padding: such keys are never seen, such queries give
+    zeros and carry no gradient.
+
+    Logits and softmax are float32; probabilities are cast to v's dtype for the second product,
+    which accumulates in float32. `precision` matters for float32 operands only. With more than
+    block_size queries, blocks run one after the other and are recomputed in the backward pass, so
+    the [T, S] matrix never exists whole. Returns q's dtype.
+    Raises ValueError when N is not a multiple of K, or segment_ids come without the keys' own and
+    S differs from T.
+    """
+    batch, time, heads, _ = q.shape
+    length = k.shape[1]
+    if heads % k.shape[2]:
+        raise ValueError(f"attention: {heads} query heads, not a multiple of {k.shape[2]} kv heads")
+    if segment_ids is not None and key_segment_ids is None:
+        if time != length:
+            raise ValueError(
+                f"attention: {time} queries have segment_ids but {length} keys have none; give "
+                "key_segment_ids"
+            )
+        key_segment_ids = segment_ids
+    if segment_ids is None and key_segment_ids is not None:
+        raise ValueError("attention: key_segment_ids were given without segment_ids")
+    offset = jnp.asarray(length - time if query_offset is None else query_offset, jnp.int32)
+    index = jnp.broadcast_to(jnp.expand_dims(offset, -1), (batch, 1)) + jnp.arange(time)[None, :]
+    if segment_ids is None:
+        segment_ids = jnp.ones((batch, time), jnp.int32)
+        key_segment_ids = jnp.ones((batch, length), jnp.int32)
+    block = partial(_block, k, v, key_segment_ids, scale, sliding_window, precision)
+    if time <= block_size:
+        return block((q, index, segment_ids))
+    return _by_blocks(block, (q, index, segment_ids), block_size)
+
+
+def _by_blocks(block, queries: tuple[Array, Array, Array], size: int) -> Array:
+    """Map over blocks of queries; the last one is filled up with padding queries (id 0)."""
+    time = queries[0].shape[1]
+    count = -(-time // size)
+
+    def split(x: Array) -> Array:
+        x = jnp.pad(x, [(0, 0), (0, count * size - time)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(x.shape[0], count, size, *x.shape[2:]), 1, 0)
+
+    out = jax.lax.map(jax.checkpoint(block, prevent_cse=False), tuple(split(x) for x in queries))
+    out = jnp.moveaxis(out, 0, 1)  # [B, blocks, size, N, H]
+    return out.reshape(out.shape[0], count * size, *out.shape[3:])[:, :time]
+
+
+def _block(k, v, key_segment_ids, scale, sliding_window, precision, queries) -> Array:
+    q, index, segment_ids = queries
+    batch, time, heads, _ = q.shape
+    grouped = q.reshape(batch, time, k.shape[2], heads // k.shape[2], -1)
+    einsum = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
+    logits = einsum("btkgh,bskh->bkgts", grouped, k) * scale
+    seen = _visible(index, segment_ids, key_segment_ids, sliding_window)[:, None, None]
+    # A finite floor: rows that see nothing (padding) stay finite in both directions.
+    logits = jnp.where(seen, logits, jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(logits, axis=-1).astype(v.dtype)
+    out = einsum("bkgts,bskh->btkgh", weights, v).reshape(batch, time, heads, -1)
+    return jnp.where((segment_ids != 0)[..., None, None], out, 0.0).astype(q.dtype)
+
+
+def _visible(
+    index: Int[Array, "B T"],
+    segment_ids: Int[Array, "B T"],
+    key_segment_ids: Int[Array, "B S"],
+    sliding_window: int | None,
+) -> Bool[Array, "B T S"]:
+    """Say which keys each query sees."""
+    distance = index[:, :, None] - jnp.arange(key_segment_ids.shape[1])[None, None, :]
+    seen = (distance >= 0) & (segment_ids[:, :, None] == key_segment_ids[:, None, :])
+    if sliding_window is not None:
+        seen &= distance < sliding_window
+    return seen
