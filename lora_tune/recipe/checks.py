@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values outside their range, and values that cannot stand together."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from lora_tune.recipe.schema import Mesh, Recipe
+
+_LIMITS: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
+    (
+        "at least 1",
+        lambda value: value >= 1,
+        (
+            "lora.r",
+            "lora.rank_pattern",
+            "data.max_samples",
+            "mesh.data",
+            "mesh.fsdp",
+            "mesh.tensor",
+            "mesh.expert",
+            "train.max_steps",
+            "train.batch_size",
+            "train.gradient_accumulation_steps",
+            "train.loss_chunk_size",
+            "save.keep",
+            "log.every",
+            "eval.batch_size",
+        ),
+    ),
+    ("at least 2", lambda value: value >= 2, ("data.max_length",)),
+    (
+        "at least 0",
+        lambda value: value >= 0,
+        (
+            "model.param_scan_axis",
+            "lora.layers_to_transform",
+            "lora.seed",
+            "optim.warmup_steps",
+            "optim.weight_decay",
+            "train.seed",
+            "save.every",
+            "eval.every",
+            "eval.num_samples",
+        ),
+    ),
+    (
+        "above 0",
+        lambda value: value > 0,
+        (
+            "lora.lora_alpha",
+            "lora.alpha_pattern",
+            "optim.learning_rate",
+            "optim.adam_epsilon",
+            "optim.max_grad_norm",
+            "train.num_train_epochs",
+        ),
+    ),
+    (
+        "at least 0 and below 1",
+        lambda value: 0 <= value < 1,
+        ("lora.lora_dropout", "optim.warmup_ratio", "optim.adam_beta1", "optim.adam_beta2"),
+    ),
+    ("between 0 and 1", lambda value: 0 <= value <= 1, ("optim.min_lr_ratio",)),
+)
+
+
+def problems_of(recipe: Recipe) -> list[str]:
+    """Return one sentence for every range and every combination that `recipe` breaks."""
+    out_of_range = list(_ranges(recipe))
+    if out_of_range:
+        return out_of_range
+    return [*_model_and_lora(recipe), *_schedule(recipe), *_batches(recipe), *_reports(recipe)]
+
+
+def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    """Yield (place, number) for a number, or for every number in a list or mapping."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _numbers(f"{name}[{key}]", item)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _numbers(f"{name}[{index}]", item)
+    elif isinstance(value, int | float):
+        yield name, value
+
+
+def _ranges(recipe: Recipe) -> Iterator[str]:
+    sections = asdict(recipe)
+    for words, holds, keys in _LIMITS:
+        for key in keys:
+            section, name = key.split(".")
+            for place, number in _numbers(key, (sections[section] or {}).get(name)):
+                if not (math.isfinite(number) and holds(number)):
+                    yield f"{place} must be {words}, got {number}"
+
+
+def _model_and_lora(recipe: Recipe) -> Iterator[str]:
+    if recipe.model.param_scan_axis and not recipe.model.scan_layers:
+        yield "model.param_scan_axis has no effect with model.scan_layers: false; set it to 0"
+    if recipe.lora is None:
+        return
+    if not recipe.lora.target_modules:
+        yield "lora.target_modules is empty; use `lora: null` to train every parameter"
+    if recipe.lora.layers_to_transform == []:
+        yield "lora.layers_to_transform is empty; use null for all layers"
+
+
+def _schedule(recipe: Recipe) -> Iterator[str]:
+    optim, train = recipe.optim, recipe.train
+    if train.max_steps is None and train.num_train_epochs is None:
+        yield "train.max_steps and train.num_train_epochs are both null; set one of them"
+    if train.max_steps is not None and train.num_train_epochs is not None:
+        yield "train.max_steps and train.num_train_epochs are both set; set one of them to null"
+    if optim.warmup_ratio and optim.warmup_steps:
+        yield "optim.warmup_ratio and optim.warmup_steps are both set; set one of them to 0"
+    if train.max_steps is not None and optim.warmup_steps >= train.max_steps:
+        yield (
+            f"optim.warmup_steps ({optim.warmup_steps}) must be below "
+            f"train.max_steps ({train.max_steps})"
+        )
+    if optim.lr_scheduler_type == "constant" and (optim.warmup_ratio or optim.warmup_steps):
+        yield "optim.lr_scheduler_type constant has no warm-up; use constant_with_warmup"
+    if optim.lr_scheduler_type.startswith("constant") and optim.min_lr_ratio:
+        yield "optim.min_lr_ratio has no effect with a constant schedule; set it to 0"
+
+
+def _batch_ways(mesh: Mesh) -> int:
+    """Return the number of parts that the mesh splits a batch into."""
+    return mesh.data * mesh.fsdp * mesh.expert
+
+
+def _batches(recipe: Recipe) -> Iterator[str]:
+    train, ways = recipe.train, _batch_ways(recipe.mesh)
+    parts = train.gradient_accumulation_steps * ways
+    if train.batch_size % parts:
+        yield (
+            f"train.batch_size ({train.batch_size}) must be a multiple of "
+            f"train.gradient_accumulation_steps x mesh.data x mesh.fsdp x mesh.expert ({parts})"
+        )
+    rows = recipe.eval.batch_size
+    if rows is not None and rows % ways:
+        yield (
+            f"eval.batch_size ({rows}) must be a multiple of "
+            f"mesh.data x mesh.fsdp x mesh.expert ({ways})"
+        )
+
+
+def _reports(recipe: Recipe) -> Iterator[str]:
+    if recipe.data.eval_path is None:
+        for key in ("every", "batch_size", "num_samples"):
+            if getattr(recipe.eval, key):
+                yield f"eval.{key} needs held-out rows; set data.eval_path"
+    if recipe.log.report_to == "none" and recipe.log.wandb_mode == "online":
+        yield "log.wandb_mode has no effect without log.report_to: wandb"

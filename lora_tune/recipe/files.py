@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where recipes are: shipped ones, files of the user, and the resolved one of a run."""
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from lora_tune.errors import InputError
+from lora_tune.recipe.schema import Recipe
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def _shipped_folder() -> Path:
+    """Folder of the shipped recipes: inside an installed package, beside it in a checkout."""
+    checkout = _PACKAGE.parent / "recipes"
+    if checkout.is_dir() and (_PACKAGE.parent / "pyproject.toml").is_file():
+        return checkout
+    return _PACKAGE / "recipes"
+
+
+def shipped() -> dict[str, Path]:
+    """Return file name -> path of every shipped recipe, sorted by name."""
+    return {path.name: path for path in sorted(_shipped_folder().glob("*.yaml"))}
+
+
+def find(name: str) -> Path:
+    """Return the file that `recipe=name` means: a path if there is one, else a shipped name.
+
+    A shipped name works with or without its ending, from any folder.
+
+    Raises:
+        InputError: there is neither; the message lists the shipped names.
+    """
+    if Path(name).is_file():
+        return Path(name)
+    available = shipped()
+    for candidate in (name, f"{name}.yaml"):
+        if candidate in available:
+            return available[candidate]
+    raise InputError(
+        f"recipe {name!r} is neither a file nor a shipped recipe; "
+        f"shipped are {', '.join(available)}"
+    )
+
+
+def save(recipe: Recipe, path: str | Path) -> None:
+    """Write `recipe` with every key resolved; loading the file gives an equal recipe.
+
+    The file is complete or absent at every moment.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    path = Path(path)
+    body = OmegaConf.to_yaml(OmegaConf.create(asdict(recipe)))
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with beside.open("w", encoding="utf-8") as file:
+            file.write("# The resolved recipe of this run; `lora-tune recipe=` runs it again.\n")
+            file.write(body)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the user most likely meant by a key that the schema does not have."""
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
+from functools import cache
+from typing import Any, get_args, get_type_hints
+
+from lora_tune.recipe.schema import Recipe
+
+# Names of the same thing in PEFT, TRL, transformers, Axolotl, LLaMA-Factory, Unsloth, ms-swift,
+# torchtune, MaxText and mlx-lm -> our key.
+_FOREIGN: Mapping[str, str] = {
+    "base_model": "model.path",
+    "model_id": "model.path",
+    "model_name": "model.path",
+    "model_name_or_path": "model.path",
+    "pretrained_model_name_or_path": "model.path",
+    "bf16": "model.dtype",
+    "torch_dtype": "model.dtype",
+    "weight_dtype": "model.dtype",
+    "gradient_checkpointing": "model.remat",
+    "enable_activation_checkpointing": "model.remat",
+    "remat_policy": "model.remat",
+    "chat_template_jinja": "model.chat_template",
+    "chat_template_path": "model.chat_template",
+    "alpha": "lora.lora_alpha",
+    "adapter_name_or_path": "lora.adapter_path",
+    "lora_model_dir": "lora.adapter_path",
+    "dropout": "lora.lora_dropout",
+    "lora_module_path": "lora.target_modules",
+    "lora_r": "lora.r",
+    "lora_rank": "lora.r",
+    "rank": "lora.r",
+    "lora_target": "lora.target_modules",
+    "lora_target_linear": "lora.target_modules",
+    "lora_target_modules": "lora.target_modules",
+    "match_all_linear": "lora.target_modules",
+    "target_regex": "lora.target_modules",
+    "dataset": "data.path",
+    "dataset_name": "data.path",
+    "dataset_path": "data.path",
+    "datasets": "data.path",
+    "train_file": "data.path",
+    "eval_dataset": "data.eval_path",
+    "test_datasets": "data.eval_path",
+    "val_dataset": "data.eval_path",
+    "validation_file": "data.eval_path",
+    "cutoff_len": "data.max_length",
+    "max_seq_len": "data.max_length",
+    "max_seq_length": "data.max_length",
+    "max_target_length": "data.max_length",
+    "model_max_length": "data.max_length",
+    "seq_len": "data.max_length",
+    "seq_length": "data.max_length",
+    "sequence_len": "data.max_length",
+    "sequence_length": "data.max_length",
+    "multipack": "data.packing",
+    "neat_packing": "data.packing",
+    "packed": "data.packing",
+    "sample_packing": "data.packing",
+    "excess_length_strategy": "data.truncation_strategy",
+    "truncation_mode": "data.truncation_strategy",
+    "train_on_inputs": "data.assistant_only_loss",
+    "train_on_prompt": "data.assistant_only_loss",
+    "train_on_responses_only": "data.assistant_only_loss",
+    "max_train_samples": "data.max_samples",
+    "expert_parallel_size": "mesh.expert",
+    "ici_data_parallelism": "mesh.data",
+    "ici_expert_parallelism": "mesh.expert",
+    "ici_fsdp_parallelism": "mesh.fsdp",
+    "ici_tensor_parallelism": "mesh.tensor",
+    "tensor_parallel_size": "mesh.tensor",
+    "lr": "optim.learning_rate",
+    "lr_scheduler": "optim.lr_scheduler_type",
+    "lr_schedule": "optim.lr_scheduler_type",
+    "num_warmup_steps": "optim.warmup_steps",
+    "adam_eps": "optim.adam_epsilon",
+    "clip_grad_norm": "optim.max_grad_norm",
+    "gradient_clip_val": "optim.max_grad_norm",
+    "gradient_clipping_threshold": "optim.max_grad_norm",
+    "iters": "train.max_steps",
+    "max_steps_per_epoch": "train.max_steps",
+    "num_steps": "train.max_steps",
+    "num_train_steps": "train.max_steps",
+    "steps": "train.max_steps",
+    "epochs": "train.num_train_epochs",
+    "max_epochs": "train.num_train_epochs",
+    "num_epochs": "train.num_train_epochs",
+    "seed": "train.seed",
+    "global_batch_size": "train.batch_size",
+    "micro_batch_size": "train.batch_size",
+    "per_device_batch_size": "train.batch_size",
+    "per_device_train_batch_size": "train.batch_size",
+    "accumulation_steps": "train.gradient_accumulation_steps",
+    "grad_accumulation_steps": "train.gradient_accumulation_steps",
+    "gradient_accumulation": "train.gradient_accumulation_steps",
+    "auto_resume_from_checkpoints": "train.resume",
+    "resume_from_checkpoint": "train.resume",
+    "checkpoint_period": "save.every",
+    "save_every": "save.every",
+    "save_steps": "save.every",
+    "save_total_limit": "save.keep",
+    "log_every_n_steps": "log.every",
+    "log_period": "log.every",
+    "logging_steps": "log.every",
+    "wandb_name": "log.wandb_project",
+    "eval_interval": "eval.every",
+    "eval_steps": "eval.every",
+    "steps_per_eval": "eval.every",
+    "per_device_eval_batch_size": "eval.batch_size",
+}
+
+# What differs besides the name, said once where people lose time over it.
+_MEANINGS: Mapping[str, str] = {
+    "data.assistant_only_loss": "true learns only what the assistant says",
+    "lora.target_modules": "a list of module names, a regular expression or `all-linear`",
+    "model.remat": "full or none",
+    "train.batch_size": "sequences an optimizer step, over all devices and accumulation steps",
+    "train.resume": "auto or never",
+}
+
+
+def section_of(hint: Any) -> type | None:
+    """Return the section class in a field's type (`Lora | None` -> `Lora`), or None for a value."""
+    parts = (hint, *get_args(hint))
+    return next((part for part in parts if isinstance(part, type) and is_dataclass(part)), None)
+
+
+@cache
+def sections() -> Mapping[str, type]:
+    """Return name -> class of every section of the schema."""
+    hints = get_type_hints(Recipe)
+    found = {entry.name: section_of(hints[entry.name]) for entry in fields(Recipe)}
+    return {name: section for name, section in found.items() if section is not None}
+
+
+@cache
+def leaves() -> Mapping[str, Any]:
+    """Return full dotted key -> type of every value of the schema, in its order."""
+    found: dict[str, Any] = {}
+    for name, hint in get_type_hints(Recipe).items():
+        section = sections().get(name)
+        if section is None:
+            found[name] = hint
+        else:
+            found |= {f"{name}.{key}": inner for key, inner in get_type_hints(section).items()}
+    return found
+
+
+def meant(key: str) -> str | None:
+    """Return our full key that `key` most likely stands for, or None.
+
+    In this order: a name from another toolkit, one of our names in the wrong section, a typo.
+    """
+    name = key.rsplit(".", 1)[-1]
+    if name in _FOREIGN:
+        return _FOREIGN[name]
+    section = key.split(".")[0]
+    same = [full for full in leaves() if full.rsplit(".", 1)[-1] == name]
+    same.sort(key=lambda full: not full.startswith(section + "."))
+    if same:
+        return same[0]
+    close = get_close_matches(key, leaves(), n=1, cutoff=0.75)
+    if close:
+        return close[0]
+    by_name = {full.rsplit(".", 1)[-1]: full for full in leaves()}
+    close = get_close_matches(name, by_name, n=1, cutoff=0.75)
+    return by_name[close[0]] if close else None
+
+
+def unknown(key: str) -> str:
+    """Return one sentence about an unknown full dotted key, with a suggestion."""
+    ours = meant(key)
+    if ours is not None:
+        meaning = f" ({_MEANINGS[ours]})" if ours in _MEANINGS else ""
+        return f"unknown key {key!r}: did you mean {ours!r}?{meaning}"
+    section = key.split(".")[0] + "."
+    known = [full for full in leaves() if full.startswith(section)]
+    known = known or list(get_type_hints(Recipe))
+    return f"unknown key {key!r}: expected one of {', '.join(known)}"

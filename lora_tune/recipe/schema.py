@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The recipe schema: every key, its type, its default and what it does, said once.
+
+Names are those that PEFT, TRL and transformers users already know. A field without a default
+here (`MISSING`) must be set by the recipe or on the command line.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from omegaconf import MISSING
+
+# Attention, linear attention and shared expert of Qwen3-Next: the layers every token passes.
+# The routed experts, many and each seen by few tokens, are adapted when a recipe names them.
+DEFAULT_TARGETS = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "in_proj_qkvz",
+    "in_proj_ba",
+    "out_proj",
+    "shared_expert.gate_proj",
+    "shared_expert.up_proj",
+    "shared_expert.down_proj",
+)
+
+
+@dataclass(frozen=True)
+class Model:
+    """The base model and how it runs."""
+
+    path: str = MISSING
+    """Local folder or hub id in Hugging Face format, or `lora_tune:NAME` for a shipped one."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub id; null takes the default branch."""
+    init: Literal["pretrained", "random"] = "pretrained"
+    """`random` reads only the configuration and the tokenizer from `path`."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type of the base weights and of the computation; adapters are always float32."""
+    remat: Literal["full", "none"] = "full"
+    """`full` recomputes each layer in the backward pass; `none` keeps its activations."""
+    scan_layers: bool = True
+    """Compile one cycle of layers and scan over it, rather than every layer on its own."""
+    param_scan_axis: int = 0
+    """Position of the stack axes in the weights of scanned layers."""
+    chat_template: str | None = None
+    """Jinja file used instead of the tokenizer's own chat template."""
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Which modules get an adapter, and of what size."""
+
+    r: int = 16
+    """Rank of the adapters."""
+    lora_alpha: float = 32.0
+    """The adapter's output is scaled by `lora_alpha / r`."""
+    lora_dropout: float = 0.0
+    """Probability of dropping an input of an adapter in training."""
+    target_modules: list[str] | str = field(default_factory=lambda: list(DEFAULT_TARGETS))
+    """List of module name endings, one regular expression for whole names, or `all-linear`."""
+    exclude_modules: list[str] | str = field(default_factory=list)
+    """The same forms; what it matches gets no adapter."""
+    use_rslora: bool = False
+    """Scale by `lora_alpha / sqrt(r)` instead."""
+    rank_pattern: dict[str, int] = field(default_factory=dict)
+    """Module name ending or regular expression -> rank, where it differs from `r`."""
+    alpha_pattern: dict[str, float] = field(default_factory=dict)
+    """Module name ending or regular expression -> alpha, where it differs from `lora_alpha`."""
+    layers_to_transform: list[int] | None = None
+    """Indices of the layers that get adapters; null means all."""
+    seed: int | None = None
+    """Seed of A's random values; null takes `train.seed`."""
+    adapter_path: str | None = None
+    """Folder of a PEFT adapter to start from, in place of a random A and a zero B."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """The rows to learn from, and how they become token sequences."""
+
+    path: str = MISSING
+    """JSONL or Parquet file, hub dataset id, or `lora_tune:FILE` for a shipped one."""
+    split: str = "train"
+    """Split of a hub dataset to train on."""
+    eval_path: str | None = None
+    """Held-out rows, in the forms of `path`; null means no evaluation."""
+    eval_split: str = "train"
+    """Split of `eval_path` when that is a hub dataset."""
+    format: Literal["auto", "messages", "prompt_completion", "text"] = "auto"
+    """Columns to read; `auto` decides by the columns that are there."""
+    max_length: int = 2048
+    """Tokens in a training sequence; with packing also the length every sequence is filled to."""
+    packing: bool = True
+    """Put several conversations into one sequence; they do not see each other."""
+    truncation_strategy: Literal["right", "left", "delete"] = "right"
+    """Of a longer row: drop the end, drop the beginning, or drop the row. Counts are reported."""
+    assistant_only_loss: bool = True
+    """In `messages` rows, learn only what the assistant says."""
+    completion_only_loss: bool = True
+    """In `prompt`/`completion` rows, learn only the completion."""
+    train_on_eos: bool = True
+    """Learn the end-of-turn token as well, so that the model stops."""
+    shuffle: bool = True
+    """New order every epoch, decided by `train.seed`."""
+    max_samples: int | None = None
+    """Use only the first rows of `path`; null means all."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """How many devices share each kind of work; the product is the number of devices used."""
+
+    data: int = 1
+    """Groups of devices that each take a part of the batch."""
+    fsdp: int = 1
+    """Devices that take a part of the batch and of the weights, gathered layer by layer."""
+    tensor: int = 1
+    """Devices that split the width of every layer."""
+    expert: int = 1
+    """Devices that take a part of the batch and of the routed experts."""
+
+
+@dataclass(frozen=True)
+class Optim:
+    """AdamW and its learning rate schedule."""
+
+    learning_rate: float = 2e-4
+    """Peak learning rate."""
+    lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup"] = "cosine"
+    """Shape of the schedule after warm-up."""
+    warmup_ratio: float = 0.0
+    """Part of all steps over which the rate rises from zero; or give `warmup_steps`."""
+    warmup_steps: int = 0
+    """Number of steps over which the rate rises from zero; or give `warmup_ratio`."""
+    min_lr_ratio: float = 0.0
+    """Where `cosine` and `linear` end, as a part of `learning_rate`."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    adam_beta1: float = 0.9
+    """Decay of the mean of gradients."""
+    adam_beta2: float = 0.999
+    """Decay of the mean of squared gradients."""
+    adam_epsilon: float = 1e-8
+    """Added to the root of the mean of squared gradients."""
+    max_grad_norm: float | None = 1.0
+    """Gradients of a larger global norm are scaled down to it; null never scales."""
+
+
+@dataclass(frozen=True)
+class Train:
+    """Length of the run, batches and memory."""
+
+    max_steps: int | None = None
+    """Optimizer steps to take; or give `num_train_epochs`."""
+    num_train_epochs: float | None = None
+    """Passes over the data; or give `max_steps`."""
+    batch_size: int = 8
+    """Sequences an optimizer step, over all devices and all accumulation steps."""
+    gradient_accumulation_steps: int = 1
+    """Parts a batch is computed in, one after the other; more needs less memory."""
+    seed: int = 0
+    """Decides adapters, data order and dropout."""
+    resume: Literal["auto", "never"] = "auto"
+    """`auto` goes on from the last checkpoint in `output_dir`; `never` refuses if there is one."""
+    loss_chunk_size: int = 1024
+    """Tokens whose logits exist at one time; fewer needs less memory."""
+
+
+@dataclass(frozen=True)
+class Save:
+    """What is written to `output_dir`."""
+
+    every: int = 100
+    """Steps between checkpoints; 0 writes one at the end only."""
+    keep: int = 2
+    """Number of newest checkpoints to keep."""
+    adapter: bool = True
+    """Write `adapter/` in PEFT format at the end (not with `lora: null`)."""
+    merged: bool = False
+    """Write `merged/`, the whole model in Hugging Face format, at the end."""
+
+
+@dataclass(frozen=True)
+class Log:
+    """Where numbers go besides the terminal and `metrics.jsonl`."""
+
+    every: int = 10
+    """Steps between logged steps."""
+    report_to: Literal["none", "wandb"] = "none"
+    """`wandb` also writes a Weights & Biases run."""
+    wandb_project: str = "lora_tune"
+    """Its project."""
+    wandb_mode: Literal["offline", "online"] = "offline"
+    """`online` sends the run to the server."""
+
+
+@dataclass(frozen=True)
+class Eval:
+    """Evaluation on `data.eval_path`, always before the first step and after the last."""
+
+    every: int = 0
+    """Steps between evaluations in between; 0 means none."""
+    batch_size: int | None = None
+    """Sequences an evaluation batch; null takes that of one accumulation step."""
+    num_samples: int = 0
+    """Held-out prompts answered before and after training, and printed."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides a run."""
+
+    output_dir: str = MISSING
+    """The run folder."""
+    model: Model = field(default_factory=Model)
+    lora: Lora | None = field(default_factory=Lora)
+    """`lora: null` trains every parameter of the model."""
+    data: Data = field(default_factory=Data)
+    mesh: Mesh = field(default_factory=Mesh)
+    optim: Optim = field(default_factory=Optim)
+    train: Train = field(default_factory=Train)
+    save: Save = field(default_factory=Save)
+    log: Log = field(default_factory=Log)
+    eval: Eval = field(default_factory=Eval)
