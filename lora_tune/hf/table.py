@@ -105,6 +105,11 @@ class Family(Protocol):
         ...
 
     @property
+    def not_adaptable(self) -> Sequence[str]:
+        """Module paths below a layer that never carry an adapter."""
+        ...
+
+    @property
     def layer_prefix(self) -> str:
         """Prefix of a layer's names, with `{i}` for its number."""
         ...
@@ -122,6 +127,7 @@ class Leaf:
       stack_axes: positions of those stacked axes in our array, in the same order.
       view: the layout of the remaining axes.
       hf_shape: shape of each Hugging Face tensor.
+      adaptable: whether it is the kernel of a projection that may carry an adapter.
     """
 
     path: Path
@@ -132,6 +138,7 @@ class Leaf:
     stack_axes: tuple[int, ...]
     view: View
     hf_shape: tuple[int, ...]
+    adaptable: bool
 
     @property
     def inner_axes(self) -> tuple[int, ...]:
@@ -161,11 +168,6 @@ def hf_state(leaf: Leaf, array: Any) -> Iterator[tuple[str, np.ndarray]]:
         raise ValueError(f"{leaf.dotted}: expected shape {leaf.shape}, got {host.shape}")
     for cell in np.ndindex(leaf.names.shape):
         yield leaf.names[cell], leaf.view.to_hf(host[leaf.place(cell)])
-
-
-def is_adaptable(leaf: Leaf) -> bool:
-    """Whether the leaf is the kernel of a projection: adapters go beside nothing else."""
-    return leaf.path[-1] == "kernel" and leaf.view == VIEWS["transpose"]
 
 
 def module_name(tensor: str) -> str:
@@ -200,8 +202,12 @@ def bind(family: Family, model: Any) -> tuple[Leaf, ...]:
         if row is None:
             problems.append(f"parameter {'.'.join(map(str, path))} has no row")
             continue
-        leaf = _leaf(path, variable, row, start, layers, problems)
-        leaves += [leaf] if leaf else []
+        may_adapt = row.ours.rpartition(".")[0] not in family.not_adaptable
+        leaf = _leaf(path, variable, row, start, layers, may_adapt)
+        if isinstance(leaf, str):
+            problems.append(f"{'.'.join(map(str, path))} {leaf}")
+        else:
+            leaves.append(leaf)
     problems += _name_problems(leaves)
     if problems:
         raise ValueError("the table does not fit the model: " + "; ".join(problems))
@@ -209,31 +215,33 @@ def bind(family: Family, model: Any) -> tuple[Leaf, ...]:
 
 
 def _leaf(
-    path: Path, variable: Any, row: Row, start: str, layers: Any, problems: list[str]
-) -> Leaf | None:
-    value = variable.get_value()
-    shape, axes = tuple(value.shape), tuple(variable.get_metadata("axes", None) or ())
-    where = ".".join(map(str, path))
-    axes = axes or (None,) * len(shape)
-    found = [a for a in STACK_AXES if a in axes]
+    path: Path, variable: Any, row: Row, start: str, layers: np.ndarray | None, may_adapt: bool
+) -> Leaf | str:
+    """The leaf of one parameter, or what is wrong with it."""
+    value, view = variable.get_value(), VIEWS[row.view]
+    shape = tuple(value.shape)
+    axes = tuple(variable.get_metadata("axes", None) or (None,) * len(shape))
     expected = _expected_stack(layers, row)
-    if found != expected or len(axes) != len(shape) or len(set(found)) != len(found):
-        problems.append(f"{where} {shape} has axes {axes}, expected stacked axes {expected}")
-        return None
-    stack_axes = tuple(axes.index(a) for a in found)
+    found = [axis for axis in axes if axis in STACK_AXES]
+    if sorted(found) != sorted(expected) or len(axes) != len(shape):
+        return f"has shape {shape} and axes {axes}, expected the stacked axes {expected}"
+    stack_axes = tuple(axes.index(axis) for axis in expected)
     sizes = tuple(shape[i] for i in stack_axes)
-    layer_shape = () if layers is None else layers.shape
-    if sizes[: len(layer_shape)] != layer_shape:
-        problems.append(f"{where} stacks {sizes} layers, the plan says {layer_shape}")
-        return None
+    if layers is not None and sizes[: layers.ndim] != layers.shape:
+        return f"stacks {sizes[: layers.ndim]} layers, the plan says {layers.shape}"
     inner = tuple(n for i, n in enumerate(shape) if i not in stack_axes)
-    view = VIEWS[row.view]
     if view.rank not in (None, len(inner)):
-        problems.append(f"{where}: view {row.view} needs {view.rank} axes, got {inner}")
-        return None
-    names = _names(start + row.theirs, layers, sizes)
+        return f"has the axes {inner}, view {row.view!r} needs {view.rank}"
     return Leaf(
-        path, shape, np.dtype(value.dtype), axes, names, stack_axes, view, view.hf_shape(inner)
+        path=path,
+        shape=shape,
+        dtype=np.dtype(value.dtype),
+        axes=axes,
+        names=_names(start + row.theirs, layers, sizes),
+        stack_axes=stack_axes,
+        view=view,
+        hf_shape=view.hf_shape(inner),
+        adaptable=may_adapt and path[-1] == "kernel" and view == VIEWS["transpose"],
     )
 
 

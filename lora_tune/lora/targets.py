@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 
 from lora_tune.errors import InputError
-from lora_tune.hf.table import Leaf, Path, is_adaptable, module_name
+from lora_tune.hf.table import Leaf, Path, module_name
 from lora_tune.lora.config import DEFAULT_TARGETS, LoraConfig, scaling
 
 HEAD = "lm_head"
@@ -47,7 +47,7 @@ class StackTarget:
 
 def adaptable_modules(leaves: Iterable[Leaf]) -> tuple[str, ...]:
     """Hugging Face names of every module that can take an adapter, one per routed expert."""
-    kernels = (leaf for leaf in leaves if is_adaptable(leaf))
+    kernels = (leaf for leaf in leaves if leaf.adaptable)
     return tuple(module_name(name) for leaf in kernels for name in leaf.names.ravel())
 
 
@@ -83,7 +83,7 @@ def stack_targets(leaves: Iterable[Leaf], targets: Mapping[str, Target]) -> dict
         share one array and one scale.
     """
     stacks, problems = {}, []
-    for leaf in filter(is_adaptable, leaves):
+    for leaf in (leaf for leaf in leaves if leaf.adaptable):
         cells = _layer_cells(leaf)
         found = {cell: {targets.get(module_name(n)) for n in names} for cell, names in cells}
         mixed = [cell for cell, kinds in found.items() if len(kinds) > 1]

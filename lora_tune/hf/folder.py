@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Output folders that appear complete or not at all."""
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from lora_tune.errors import InputError
+
+MARKER = "lora_tune_export.json"
+"""File that marks a folder as written by this package, which alone may replace it."""
+_COPIED = (".json", ".jinja", ".txt", ".model", ".tiktoken")
+_TEMPLATES = "additional_chat_templates"
+
+
+@contextlib.contextmanager
+def new_folder(out_dir: Path, *, kind: str) -> Iterator[Path]:
+    """Yields a temporary sibling of `out_dir` and renames it to `out_dir` when the body succeeds.
+
+    On any error the temporary folder is removed and `out_dir` is as before.
+
+    Args:
+      out_dir: may exist if it is empty or an earlier result of this package.
+      kind: what the folder holds, kept in its marker file.
+
+    Raises:
+      InputError: `out_dir` holds something else, or the disk is full or cannot be written.
+    """
+    out_dir = Path(os.path.abspath(out_dir))
+    check_replaceable(out_dir)
+    partial = out_dir.with_name(f".{out_dir.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
+        (partial / MARKER).write_text(json.dumps({"kind": kind}) + "\n", encoding="utf-8")
+        _sync(partial)
+        _swap(partial, out_dir)
+    except OSError as error:
+        raise InputError(
+            f"{out_dir}: could not be written ({error.strerror or error}), so nothing was; "
+            "free some space or choose another folder"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def check_replaceable(out_dir: Path) -> None:
+    """Checks that nothing of the user's would be overwritten.
+
+    Raises:
+      InputError: `out_dir` is a file, or a non-empty folder that this package did not write.
+    """
+    if not out_dir.exists() and not out_dir.is_symlink():
+        return
+    if not out_dir.is_dir():
+        raise InputError(f"{out_dir}: exists and is not a folder; choose another output folder")
+    if any(out_dir.iterdir()) and not (out_dir / MARKER).is_file():
+        raise InputError(
+            f"{out_dir}: is not empty and was not written by lora-tune; choose another output "
+            "folder or empty it"
+        )
+
+
+def copy_companions(source: Path, target: Path, *, skip: tuple[str, ...] = ()) -> None:
+    """Copies what belongs to a model beside its weights: configuration, tokenizer, templates."""
+    for file in sorted(source.iterdir()):
+        wanted = file.suffix in _COPIED or file.name.startswith("LICENSE")
+        index = file.name.endswith(".index.json") or file.name.startswith("adapter_")
+        if file.is_file() and wanted and not index and file.name not in (*skip, MARKER):
+            shutil.copyfile(file, target / file.name)
+    if (source / _TEMPLATES).is_dir():
+        shutil.copytree(source / _TEMPLATES, target / _TEMPLATES)
+
+
+def _sync(folder: Path) -> None:
+    for path in (*folder.rglob("*"), folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _swap(partial: Path, out_dir: Path) -> None:
+    if not out_dir.exists() or not any(out_dir.iterdir()):
+        os.rename(partial, out_dir)  # over an empty folder this replaces it
+        return
+    old = out_dir.with_name(f".{out_dir.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    os.rename(out_dir, old)
+    try:
+        os.rename(partial, out_dir)
+    except OSError:
+        os.rename(old, out_dir)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
