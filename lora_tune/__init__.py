@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         save_merged,
         train,
     )
-    from lora_tune.lora import LoraConfig
+    from lora_tune.lora.config import LoraConfig
 
 __version__ = "0.1.0"
 
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "LoraConfig": "lora_tune.lora",
+    "LoraConfig": "lora_tune.lora.config",
     "add_lora": "lora_tune.api",
     "load_adapter": "lora_tune.api",
     "load_model": "lora_tune.api",
@@ -48,10 +48,13 @@ _HOMES = {
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'lora_tune' has no attribute {name!r}")
-    value = getattr(import_module(_HOMES[name]), name)
-    # The import system has by now put a subpackage of the same name (`lora_tune.train`) here.
-    globals()[name] = value
-    return value
+    home = import_module(_HOMES[name])
+    # All names of a home at once: importing it also puts the subpackage `lora_tune.train` here,
+    # under the name of the function.
+    globals().update(
+        {each: getattr(home, each) for each in _HOMES if _HOMES[each] == home.__name__}
+    )
+    return globals()[name]
 
 
 def __dir__() -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from lora_tune.errors import InputError
 from lora_tune.recipe.schema import Mesh, Recipe
 
 _LIMITS: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
@@ -62,7 +63,6 @@ _LIMITS: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
         lambda value: 0 <= value < 1,
         ("lora.lora_dropout", "optim.warmup_ratio", "optim.adam_beta1", "optim.adam_beta2"),
     ),
-    ("between 0 and 1", lambda value: 0 <= value <= 1, ("optim.min_lr_ratio",)),
 )
 
 
@@ -101,10 +101,10 @@ def _model_and_lora(recipe: Recipe) -> Iterator[str]:
         yield "model.param_scan_axis has no effect with model.scan_layers: false; set it to 0"
     if recipe.lora is None:
         return
-    if not recipe.lora.target_modules:
-        yield "lora.target_modules is empty; use `lora: null` to train every parameter"
-    if recipe.lora.layers_to_transform == []:
-        yield "lora.layers_to_transform is empty; use null for all layers"
+    try:
+        recipe.lora.config()
+    except InputError as error:
+        yield str(error)
 
 
 def _schedule(recipe: Recipe) -> Iterator[str]:
@@ -122,8 +122,6 @@ def _schedule(recipe: Recipe) -> Iterator[str]:
         )
     if optim.lr_scheduler_type == "constant" and (optim.warmup_ratio or optim.warmup_steps):
         yield "optim.lr_scheduler_type constant has no warm-up; use constant_with_warmup"
-    if optim.lr_scheduler_type.startswith("constant") and optim.min_lr_ratio:
-        yield "optim.min_lr_ratio has no effect with a constant schedule; set it to 0"
 
 
 def _batch_ways(mesh: Mesh) -> int:

@@ -20,6 +20,7 @@ from lora_tune.recipe.schema import Recipe
 
 # The one form of interpolation that recipes have. Others (`${name:argument}`) run code.
 _REFERENCE = re.compile(r"(?<!\\)\$\{[\w.]+\}")
+_ONLY_REFERENCES = "may use `${…}` only to name a key of this recipe"
 
 
 def load(path_or_name: str, overrides: Sequence[str] = ()) -> Recipe:
@@ -68,8 +69,10 @@ def _read_yaml(raw: bytes, where: str) -> dict[str, Any]:
     except yaml.MarkedYAMLError as error:
         line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise InputError(f"{where} is not valid YAML{line}: {error.problem}") from None
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
+    except yaml.YAMLError as error:
         raise InputError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from None
+    except OmegaConfBaseException as error:
+        raise InputError(f"{where}: {error.full_key} {_ONLY_REFERENCES}") from None
     except OSError:
         # What omegaconf raises for a document that is one bare scalar.
         values = None
@@ -85,7 +88,9 @@ def _override(values: dict[str, Any], text: str) -> str | None:
         return f"override {text!r} must be key=value, for example train.max_steps=100"
     try:
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value_text}"]))
-    except (yaml.YAMLError, OmegaConfBaseException):
+    except OmegaConfBaseException:
+        return f"{key} {_ONLY_REFERENCES}, got {value_text!r}"
+    except yaml.YAMLError:
         return f"override {text!r} has a value that is not valid YAML; quote it: {key}=\"'…'\""
     *parents, last = key.split(".")
     here = values
@@ -132,7 +137,7 @@ def _bad_value(key: str, value: Any) -> str | None:
     """Return what is wrong with the value of a known key, or None."""
     hint = _known()[key]
     if any("${" in _REFERENCE.sub("", text) for text in _texts(value)):
-        return f"{key} is {_shown(value)}, but `${{…}}` may only name a key of this recipe"
+        return f"{key} {_ONLY_REFERENCES}, got {_shown(value)}"
     if _fits(hint, value):
         return None
     is_text = str in (hint, *get_args(hint)) and isinstance(value, bool | int | float)

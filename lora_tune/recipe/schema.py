@@ -5,25 +5,12 @@ Names are those that PEFT, TRL and transformers users already know. A field with
 here (`MISSING`) must be set by the recipe or on the command line.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from omegaconf import MISSING
 
-# Attention, linear attention and shared expert of Qwen3-Next: the layers every token passes.
-# The routed experts, many and each seen by few tokens, are adapted when a recipe names them.
-DEFAULT_TARGETS = (
-    "q_proj",
-    "k_proj",
-    "v_proj",
-    "o_proj",
-    "in_proj_qkvz",
-    "in_proj_ba",
-    "out_proj",
-    "shared_expert.gate_proj",
-    "shared_expert.up_proj",
-    "shared_expert.down_proj",
-)
+from lora_tune.lora.config import DEFAULT_TARGETS, LoraConfig
 
 
 @dataclass(frozen=True)
@@ -59,21 +46,27 @@ class Lora:
     lora_dropout: float = 0.0
     """Probability of dropping an input of an adapter in training."""
     target_modules: list[str] | str = field(default_factory=lambda: list(DEFAULT_TARGETS))
-    """List of module name endings, one regular expression for whole names, or `all-linear`."""
+    """List of module name endings, one regular expression for whole names, or `all-linear`.
+
+    Of the default list a model takes what it has; of any other, every entry must match."""
     exclude_modules: list[str] | str = field(default_factory=list)
     """The same forms; what it matches gets no adapter."""
     use_rslora: bool = False
     """Scale by `lora_alpha / sqrt(r)` instead."""
     rank_pattern: dict[str, int] = field(default_factory=dict)
-    """Module name ending or regular expression -> rank, where it differs from `r`."""
+    """Regular expression for the end of a module name -> its rank, where it differs from `r`."""
     alpha_pattern: dict[str, float] = field(default_factory=dict)
-    """Module name ending or regular expression -> alpha, where it differs from `lora_alpha`."""
+    """The same -> its alpha, where it differs from `lora_alpha`."""
     layers_to_transform: list[int] | None = None
     """Indices of the layers that get adapters; null means all."""
     seed: int | None = None
     """Seed of A's random values; null takes `train.seed`."""
     adapter_path: str | None = None
     """Folder of a PEFT adapter to start from, in place of a random A and a zero B."""
+
+    def config(self) -> LoraConfig:
+        """Return the part of this section that describes the adapter itself."""
+        return LoraConfig(**{entry.name: getattr(self, entry.name) for entry in fields(LoraConfig)})
 
 
 @dataclass(frozen=True)
@@ -84,6 +77,10 @@ class Data:
     """JSONL or Parquet file, hub dataset id, or `lora_tune:FILE` for a shipped one."""
     split: str = "train"
     """Split of a hub dataset to train on."""
+    subset: str | None = None
+    """Configuration of a hub dataset that has several."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """Our column name -> the file's, where it differs, as in `{messages: conversations}`."""
     eval_path: str | None = None
     """Held-out rows, in the forms of `path`; null means no evaluation."""
     eval_split: str = "train"
@@ -94,8 +91,8 @@ class Data:
     """Tokens in a training sequence; with packing also the length every sequence is filled to."""
     packing: bool = True
     """Put several conversations into one sequence; they do not see each other."""
-    truncation_strategy: Literal["right", "left", "delete"] = "right"
-    """Of a longer row: drop the end, drop the beginning, or drop the row. Counts are reported."""
+    truncation_strategy: Literal["right", "left", "delete", "split"] = "right"
+    """Of longer rows drop the end, the beginning or all, or cut them into pieces; counted."""
     assistant_only_loss: bool = True
     """In `messages` rows, learn only what the assistant says."""
     completion_only_loss: bool = True
@@ -134,8 +131,6 @@ class Optim:
     """Part of all steps over which the rate rises from zero; or give `warmup_steps`."""
     warmup_steps: int = 0
     """Number of steps over which the rate rises from zero; or give `warmup_ratio`."""
-    min_lr_ratio: float = 0.0
-    """Where `cosine` and `linear` end, as a part of `learning_rate`."""
     weight_decay: float = 0.0
     """Decoupled weight decay."""
     adam_beta1: float = 0.9

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: `lora-tune [VERB] recipe=NAME key=value …`.
+
+Nothing heavy is imported before it is known to be needed, so that help answers at once.
+"""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+
+from lora_tune import __version__
+from lora_tune.errors import InputError
+
+_HELP = """\
+Fine-tune Hugging Face models with LoRA in JAX.
+
+usage:
+  lora-tune [train] recipe=NAME [key=value ...]   train as the recipe says (train is the default)
+  lora-tune list recipes                          the shipped recipes
+  lora-tune list models                           the model types that can be trained
+  lora-tune list targets model.path=PATH          every module of a model that can be adapted
+
+  recipe=NAME   a YAML file, or a shipped recipe from any folder (quickstart.yaml or quickstart)
+  key=value     replaces a key of the recipe: lora.r=8  lora=null  'lora.target_modules=[q_proj]'
+
+options:
+  -h, --help    this text
+  --version     the version
+
+examples:
+  lora-tune recipe=quickstart.yaml
+  lora-tune recipe=quickstart.yaml lora.r=4 optim.learning_rate=1e-3 output_dir=runs/rank4
+  lora-tune recipe=qwen3next_sft.yaml data.path=chats.jsonl train.num_train_epochs=2
+
+The same command again goes on from its last checkpoint. Bad input ends with exit status 2.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status: 0, 2 for bad input, 130 when interrupted.
+
+    A mistake of the user and a failure of the system (missing file, full disk, no permission)
+    become one sentence on stderr. Everything else is a fault of the program and shows itself.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        _dispatch(arguments)
+    except InputError as error:
+        return _fail(str(error))
+    except OSError as error:
+        return _fail(_sentence(error))
+    except KeyboardInterrupt:
+        print("lora-tune: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _fail(sentence: str) -> int:
+    print(f"lora-tune: error: {sentence}", file=sys.stderr)
+    return 2
+
+
+def _sentence(error: OSError) -> str:
+    if error.strerror and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join((error.strerror or str(error) or type(error).__name__).split())
+
+
+def _dispatch(arguments: list[str]) -> None:
+    if "-h" in arguments or "--help" in arguments:
+        print(_HELP, end="")
+        return
+    if arguments == ["--version"]:
+        print(f"lora-tune {__version__}")
+        return
+    if not arguments:
+        raise InputError("expected recipe=NAME; see lora-tune --help")
+    verb = "train"
+    if "=" not in arguments[0]:
+        verb = arguments.pop(0)
+    if verb not in _VERBS:
+        raise InputError(f"{verb!r} is no command{_near(verb, _VERBS)}; see lora-tune --help")
+    _VERBS[verb](arguments)
+
+
+def _near(word: str, words: Mapping[str, object]) -> str:
+    close = get_close_matches(word, words, n=1)
+    return f", did you mean {close[0]!r}?" if close else f", expected one of {', '.join(words)}"
+
+
+def _settings(arguments: Sequence[str]) -> list[tuple[str, str]]:
+    """Split `key=value` arguments at the first `=`."""
+    wrong = [argument for argument in arguments if "=" not in argument]
+    if wrong:
+        raise InputError(f"expected key=value, got {', '.join(map(repr, wrong))}")
+    return [(key, value) for key, _, value in (text.partition("=") for text in arguments)]
+
+
+def _train(arguments: Sequence[str]) -> None:
+    from lora_tune.recipe import shipped
+
+    settings = _settings(arguments)
+    recipes = [value for key, value in settings if key == "recipe"]
+    if len(recipes) != 1 or not recipes[0]:
+        raise InputError(
+            f"expected one recipe=NAME, a file or one of {', '.join(shipped())}; "
+            f"got {', '.join(map(repr, recipes)) or 'none'}"
+        )
+    from lora_tune import api
+
+    api.train(recipes[0], [f"{key}={value}" for key, value in settings if key != "recipe"])
+
+
+def _list(arguments: Sequence[str]) -> None:
+    if not arguments or arguments[0] not in _LISTS:
+        raise InputError(f"list takes one of {', '.join(_LISTS)}; see lora-tune --help")
+    _LISTS[arguments[0]](arguments[1:])
+
+
+def _nothing_more(arguments: Sequence[str]) -> None:
+    if arguments:
+        raise InputError(f"unexpected {' '.join(arguments)!r}; see lora-tune --help")
+
+
+def _list_recipes(arguments: Sequence[str]) -> None:
+    from lora_tune.recipe import shipped
+
+    _nothing_more(arguments)
+    for name, path in shipped().items():
+        with path.open(encoding="utf-8") as lines:
+            print(f"{name:24} {lines.readline().lstrip('# ').rstrip()}")
+
+
+def _list_models(arguments: Sequence[str]) -> None:
+    from lora_tune.models import FAMILIES
+
+    _nothing_more(arguments)
+    print("\n".join(FAMILIES))
+
+
+def _list_targets(arguments: Sequence[str]) -> None:
+    settings = dict(_settings(arguments))
+    if set(settings) != {"model.path"}:
+        raise InputError("expected lora-tune list targets model.path=PATH and nothing else")
+    from lora_tune import api
+
+    rows = [
+        (name, "x".join(map(str, shape)), str(count))
+        for name, shape, count in api.list_targets(settings["model.path"])
+    ]
+    rows.insert(0, ("module", "shape", "count"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for name, shape, count in rows:
+        print(f"{name:{widths[0]}}  {shape:>{widths[1]}}  {count:>{widths[2]}}")
+
+
+_VERBS: Mapping[str, Callable[[Sequence[str]], None]] = {"train": _train, "list": _list}
+_LISTS: Mapping[str, Callable[[Sequence[str]], None]] = {
+    "recipes": _list_recipes,
+    "models": _list_models,
+    "targets": _list_targets,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+import subprocess
+import sys
+import time
+import types
+
+import pytest
+
+import lora_tune
+from lora_tune import cli
+from lora_tune.errors import InputError
+
+
+@pytest.fixture
+def api(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A stand-in for `lora_tune.api` that records how it was called."""
+    module = types.ModuleType("lora_tune.api")
+    module.calls = []
+    module.train = lambda name, overrides: module.calls.append((name, overrides))
+    monkeypatch.setitem(sys.modules, "lora_tune.api", module)
+    monkeypatch.setattr(lora_tune, "api", module, raising=False)
+    return module
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["train", "--help"], ["--version"]])
+def test_help_answers_in_a_second_without_jax(arguments: list[str]) -> None:
+    code = (
+        "import sys\n"
+        "from lora_tune.cli import main\n"
+        f"status = main({arguments!r})\n"
+        "heavy = {'jax', 'flax', 'numpy', 'omegaconf', 'transformers'} & set(sys.modules)\n"
+        "sys.exit(f'{status} {heavy}' if status or heavy else 0)\n"
+    )
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    seconds = time.perf_counter() - start
+
+    assert done.returncode == 0, done.stderr
+    assert lora_tune.__version__ in done.stdout or "recipe=NAME" in done.stdout
+    assert seconds < 1
+
+
+@pytest.mark.parametrize("verb", [[], ["train"]])
+def test_train_passes_the_recipe_and_its_overrides_on(
+    api: types.ModuleType, verb: list[str]
+) -> None:
+    assert cli.main([*verb, "lora.r=4", "recipe=quickstart.yaml", "data.path=a=b"]) == 0
+    assert api.calls == [("quickstart.yaml", ["lora.r=4", "data.path=a=b"])]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "expected recipe=NAME"),
+        (["tarin", "recipe=a"], "'tarin' is no command, did you mean 'train'?"),
+        (["zzz"], "'zzz' is no command, expected one of train, list"),
+        (["train"], "expected one recipe=NAME, a file or one of"),
+        (["lora.r=4"], "expected one recipe=NAME, a file or one of"),
+        (["recipe="], "expected one recipe=NAME"),
+        (["recipe=a", "recipe=b"], "got 'a', 'b'"),
+        (["recipe=a", "quick", "--x"], "expected key=value, got 'quick', '--x'"),
+        (["list"], "list takes one of recipes, models, targets"),
+        (["list", "recipe"], "list takes one of recipes, models, targets"),
+        (["list", "recipes", "x"], "unexpected 'x'"),
+        (["list", "targets"], "expected lora-tune list targets model.path=PATH"),
+        (["list", "targets", "model.pth=x"], "expected lora-tune list targets model.path=PATH"),
+    ],
+)
+def test_bad_usage_is_one_sentence(
+    api: types.ModuleType, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    assert cli.main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("lora-tune: error: ")
+    assert err.count("\n") == 1
+    assert said in err
+    assert api.calls == []
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (InputError("data.path: no such file"), "data.path: no such file"),
+        (OSError(28, "No space left on device", "run/a"), "run/a: No space left on device"),
+        (PermissionError(13, "Permission denied"), "Permission denied"),
+        (ConnectionError("the hub\ndid not answer"), "the hub did not answer"),
+        (TimeoutError(), "TimeoutError"),
+    ],
+)
+def test_what_the_user_can_mend_is_one_sentence(
+    api: types.ModuleType,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+    sentence: str,
+) -> None:
+    def fails(*_: object) -> None:
+        raise error
+
+    api.train = fails
+    assert cli.main(["recipe=a"]) == 2
+    assert capsys.readouterr().err == f"lora-tune: error: {sentence}\n"
+
+
+def test_an_interrupt_has_its_own_status(
+    api: types.ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    api.train = interrupted
+    assert cli.main(["recipe=a"]) == 130
+    assert capsys.readouterr().err == "lora-tune: interrupted\n"
+
+
+def test_a_fault_of_the_program_is_not_hidden(api: types.ModuleType) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    api.train = broken
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["recipe=a"])
+
+
+def test_list_recipes_shows_name_and_purpose(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["list", "recipes"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+
+    assert [line.split()[0] for line in lines] == sorted(line.split()[0] for line in lines)
+    assert any(line.startswith("quickstart.yaml ") and "LoRA" in line for line in lines)
+
+
+def test_list_models(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["list", "models"]) == 0
+    assert "qwen3_next" in capsys.readouterr().out.splitlines()
+
+
+def test_list_targets_is_a_table(api: types.ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    def list_targets(path: str) -> list[tuple[str, tuple[int, ...], int]]:
+        assert path == "some/model"
+        return [("self_attn.q_proj", (64, 128), 2), ("mlp.gate", (8, 64), 8)]
+
+    api.list_targets = list_targets
+    assert cli.main(["list", "targets", "model.path=some/model"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert rows == [
+        ["module", "shape", "count"],
+        ["self_attn.q_proj", "64x128", "2"],
+        ["mlp.gate", "8x64", "8"],
+    ]
