@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a row to token ids and the mask of the tokens to train.
+
+Conversations are rendered and their assistant turns located by `turns.renderings`, one example for
+each rendering. A rendering is tokenised as a whole, without adding special tokens to those the
+template wrote, and tokens are assigned to turns by their character offsets. Only where one token
+would reach from the prompt into the answer is the text cut first, because a server tokenises the
+prompt alone.
+
+Plain `prompt`/`completion` strings and `text` are not templated: the tokenizer's own special
+tokens apply, and its end-of-text token is put at the end.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from lora_tune.data import conversation
+from lora_tune.data.turns import Rendering, Template, renderings
+from lora_tune.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TruncationStrategy = Literal["right", "left", "delete", "split"]
+
+
+@dataclass(frozen=True)
+class Example:
+    """One document: `tokens` int32 [n] and `mask` bool [n], True where a token is trained."""
+
+    tokens: np.ndarray
+    mask: np.ndarray
+
+    @property
+    def trained_tokens(self) -> int:
+        """Number of trained targets; the first token of a document is never predicted."""
+        return int(self.mask[1:].sum())
+
+
+@dataclass(frozen=True)
+class Drop:
+    """An example, or a piece of one, that cannot be trained on; counted by reason."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What one row became: its examples, what was dropped, and what truncation took away."""
+
+    examples: tuple[Example, ...]
+    drops: tuple[Drop, ...]
+    truncated: int
+    lost_trained_tokens: int
+
+
+def encode(
+    row: Mapping[str, Any],
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    format: str,
+    max_length: int,
+    truncation_strategy: TruncationStrategy = "right",
+    assistant_only_loss: bool = True,
+    train_on_eos: bool = True,
+    where: str = "row",
+) -> Encoded:
+    """Encode one row; see `Encoder` for the options. `where` names the row in errors."""
+    encoder = Encoder(
+        tokenizer,
+        format=format,
+        max_length=max_length,
+        truncation_strategy=truncation_strategy,
+        assistant_only_loss=assistant_only_loss,
+        train_on_eos=train_on_eos,
+    )
+    return encoder(row, where=where)
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Turns rows of one format into examples of at most `max_length` tokens.
+
+    `truncation_strategy` says what happens to longer ones: "right" keeps the start, "left" keeps
+    the end, "delete" drops the example, "split" cuts it into pieces that overlap by the one token
+    that is needed to predict every target exactly once. With `assistant_only_loss=False` prompts
+    are trained as well, and a conversation is one rendering with one span. `train_on_eos=False`
+    leaves the token that ends a span (a turn or a text) out of the loss.
+
+    Calling it raises InputError, naming the row, for a malformed conversation, for one without an
+    assistant turn, for a mask that selects nothing or everything, and for a template that cannot
+    render the row or does not show what is in it.
+    """
+
+    tokenizer: "PreTrainedTokenizerBase"
+    _: KW_ONLY
+    format: str
+    max_length: int
+    truncation_strategy: TruncationStrategy = "right"
+    assistant_only_loss: bool = True
+    train_on_eos: bool = True
+
+    def __post_init__(self) -> None:
+        if self.max_length < 2:
+            raise InputError(f"data.max_length must be at least 2 tokens, got {self.max_length}")
+
+    def __call__(self, row: Mapping[str, Any], *, where: str) -> Encoded:
+        """Encode one row; `where` names it in errors."""
+        examples, drops, truncated, lost = [], [], 0, 0
+        for whole in self._examples(row, where):
+            pieces = list(self._fit(whole))
+            kept = [piece for piece in pieces if piece.trained_tokens]
+            truncated += len(whole.tokens) > self.max_length
+            lost += whole.trained_tokens - sum(piece.trained_tokens for piece in kept)
+            drops += [Drop(self._drop_reason(whole))] * (max(len(pieces), 1) - len(kept))
+            examples += kept
+        return Encoded(tuple(examples), tuple(drops), truncated, lost)
+
+    def _examples(self, row: Mapping[str, Any], where: str) -> Iterator[Example]:
+        if self.format == "messages":
+            messages = conversation.messages(row["messages"], where=where)
+            yield from self._chat(messages, row.get("tools"), first=0, where=where)
+        elif self.format == "prompt_completion":
+            yield from self._prompt_completion(row, where)
+        elif self.format == "text":
+            yield self._plain("", _string(row, "text", where), where=where)
+        else:
+            raise InputError(f"{where}: data format {self.format!r} is unknown")
+
+    def _prompt_completion(self, row: Mapping[str, Any], where: str) -> Iterator[Example]:
+        if isinstance(row["prompt"], list) and isinstance(row["completion"], list):
+            prompt = conversation.messages(row["prompt"], where=f"{where}, prompt")
+            answer = conversation.messages(row["completion"], where=f"{where}, completion")
+            yield from self._chat(prompt + answer, row.get("tools"), first=len(prompt), where=where)
+            return
+        prompt, answer = _string(row, "prompt", where), _string(row, "completion", where)
+        example = self._plain(prompt, answer, where=where)
+        self._check_mask(example, where)
+        yield example
+
+    def _chat(
+        self, messages: list[conversation.Message], tools: Any, *, first: int, where: str
+    ) -> Iterator[Example]:
+        template = Template(self.tokenizer, conversation.tools(tools, where=where), where)
+        if self.assistant_only_loss:
+            rendered = renderings(template, messages, first=first)
+        else:
+            text = template.render(messages)
+            rendered = [Rendering(text, ((0, len(text)),))]
+        for rendering in rendered:
+            example = self._masked(rendering)
+            self._check_mask(example, where)
+            yield example
+
+    def _masked(self, rendering: Rendering) -> Example:
+        cuts = [start for start, _ in rendering.spans]
+        tokens, starts = self._tokenise(rendering.text, cuts)
+        mask = np.zeros(len(tokens), bool)
+        for start, end in rendering.spans:
+            served = rendering.text[start:end]
+            inside = (starts >= start) & (starts < end)
+            mask |= inside & self._up_to_turn_end(served, start, tokens, starts)
+        return Example(tokens, mask)
+
+    def _up_to_turn_end(
+        self, served: str, start: int, tokens: np.ndarray, starts: np.ndarray
+    ) -> np.ndarray:
+        """Tokens bool [n] up to where the model itself stops writing this turn.
+
+        A turn that ends with a special token and then white space ("<|im_end|>\\n") ends at that
+        token: the model is stopped there and never writes the rest.
+        """
+        end = start + len(served.rstrip())
+        last = int(np.searchsorted(starts, end)) - 1
+        if last < 0 or int(tokens[last]) not in self._special_ids:
+            return np.ones(len(tokens), bool)
+        return np.arange(len(tokens)) < last + self.train_on_eos
+
+    def _plain(self, prompt: str, answer: str, *, where: str) -> Example:
+        """Untemplated text; the prompt is trained only without `assistant_only_loss`."""
+        if self.tokenizer.eos_token_id is None:
+            raise InputError(f"{where}: the tokenizer names no end-of-text token (eos_token)")
+        tokens, starts = self._tokenise(prompt + answer, [len(prompt)])
+        mask = starts >= (len(prompt) if self.assistant_only_loss else 0)
+        if self._begin:
+            tokens = np.append(self._begin, tokens)
+            mask = np.append(not (self.assistant_only_loss and prompt), mask)
+        if not len(tokens) or tokens[-1] != self.tokenizer.eos_token_id:
+            tokens, mask = np.append(tokens, self.tokenizer.eos_token_id), np.append(mask, True)
+        mask[-1] &= self.train_on_eos
+        return Example(tokens.astype(np.int32), mask)
+
+    def _tokenise(self, text: str, cuts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids int32 [n] and the character each begins at, int64 [n].
+
+        The text is tokenised as a whole, but a token that reaches across one of `cuts`, where a
+        prompt ends, is not what is served: there the text is cut and both sides stand alone.
+        """
+        encoded = self.tokenizer(
+            text,
+            add_special_tokens=False,
+            return_offsets_mapping=True,
+            return_attention_mask=False,
+            verbose=False,
+        )
+        tokens = np.asarray(encoded["input_ids"], np.int32)
+        starts, ends = np.asarray(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
+        for cut in cuts:
+            if ((starts < cut) & (cut < ends)).any():
+                head, tail = text[:cut], text[cut:]
+                left = self._tokenise(head, [c for c in cuts if c < cut])
+                right = self._tokenise(tail, [c - cut for c in cuts if c > cut])
+                return np.append(left[0], right[0]), np.append(left[1], right[1] + cut)
+        return tokens, starts
+
+    def _check_mask(self, example: Example, where: str) -> None:
+        if not example.mask.any():
+            raise InputError(
+                f"{where}: no token would be trained, because what the assistant should answer is "
+                "empty: remove the row or complete it"
+            )
+        if self.assistant_only_loss and example.mask.all():
+            raise InputError(
+                f"{where}: every token would be trained, because there is nothing before the "
+                "answer: give a prompt, or use `text` rows to train on everything"
+            )
+
+    def _fit(self, example: Example) -> Iterator[Example]:
+        limit, length = self.max_length, len(example.tokens)
+        if length <= limit:
+            yield example
+        elif self.truncation_strategy == "right":
+            yield _cut(example, 0, limit)
+        elif self.truncation_strategy == "left":
+            yield _cut(example, length - limit, length)
+        elif self.truncation_strategy == "split":
+            for start in range(0, length - 1, limit - 1):
+                yield _cut(example, start, start + limit)
+
+    def _drop_reason(self, whole: Example) -> str:
+        if len(whole.tokens) <= self.max_length:
+            return "nothing to predict"
+        if self.truncation_strategy == "delete":
+            return "longer than max_length"
+        return "no trained token left after truncation"
+
+    @cached_property
+    def _begin(self) -> list[int]:
+        """The token that the tokenizer puts before every text, if it does."""
+        begin = list(self.tokenizer("")["input_ids"])[:1]
+        return [i for i in begin if i == self.tokenizer.bos_token_id]
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        added = self.tokenizer.added_tokens_decoder.items()
+        return frozenset(self.tokenizer.all_special_ids) | {i for i, t in added if t.special}
+
+
+def _cut(example: Example, start: int, stop: int) -> Example:
+    return Example(example.tokens[start:stop].copy(), example.mask[start:stop].copy())
+
+
+def _string(row: Mapping[str, Any], column: str, where: str) -> str:
+    value = row[column]
+    if not isinstance(value, str):
+        raise InputError(
+            f"{where}: `{column}` must be a string, got {type(value).__name__} (`prompt` and "
+            "`completion` may also both be lists of messages)"
+        )
+    return value
+
+
+def preview(example: Example, tokenizer: "PreTrainedTokenizerBase") -> list[tuple[str, bool]]:
+    """Decode an example as runs of (text, trained), to show a user what is trained."""
+    edges = np.flatnonzero(np.diff(example.mask)) + 1
+    pieces = zip(np.split(example.tokens, edges), np.split(example.mask, edges), strict=True)
+    return [(str(tokenizer.decode(t.tolist())), bool(m[0])) for t, m in pieces if len(t)]

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Load the tokenizer and chat template that belong to a model."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lora_tune.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def load(
+    path: str,
+    *,
+    chat_template: str | None = None,
+    vocab_size: int | None = None,
+) -> "PreTrainedTokenizerBase":
+    """Load the tokenizer of a local model folder or of a hub id.
+
+    `chat_template` is the path of a Jinja file that replaces the model's own template.
+    `vocab_size` is the number of rows of the model's embedding; ids beyond it are an error.
+    Code from the model repository is never run; templates render in transformers' sandbox.
+    """
+    from transformers import AutoTokenizer
+
+    local = Path(path).expanduser()
+    if not local.is_dir() and (path.startswith(("/", ".", "~")) or path.count("/") > 1):
+        raise InputError(
+            f"the model folder {path!r} does not exist (looked for {local.absolute()})"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(local) if local.is_dir() else path,
+            trust_remote_code=False,
+            local_files_only=local.is_dir(),
+        )
+    except Exception as error:  # the tokenizers library raises bare Exception for a broken file
+        reason = str(error).strip().split("\n")[0]
+        raise InputError(f"no tokenizer can be loaded from {path!r}: {reason}") from error
+    if not tokenizer.is_fast:
+        raise InputError(
+            f"the tokenizer of {path!r} has no tokenizer.json: a fast tokenizer is needed, because "
+            "the loss mask follows from character offsets"
+        )
+    if chat_template is not None:
+        tokenizer.chat_template = _template_text(chat_template)
+    if vocab_size is not None:
+        check_vocabulary(tokenizer, vocab_size)
+    return tokenizer
+
+
+def _template_text(path: str) -> str:
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"the chat template file {path!r} cannot be read: {error}") from error
+    if not text.strip():
+        raise InputError(f"the chat template file {path!r} is empty")
+    return text
+
+
+def check_vocabulary(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> None:
+    """Refuse a tokenizer with token ids that the model's embedding [vocab_size, D] lacks."""
+    beyond = {t: i for t, i in tokenizer.get_vocab().items() if i >= vocab_size}
+    if beyond:
+        shown = ", ".join(f"{t!r} = {i}" for t, i in sorted(beyond.items(), key=lambda x: x[1])[:5])
+        raise InputError(
+            f"the tokenizer has {len(beyond)} tokens beyond the model's vocabulary of {vocab_size} "
+            f"({shown}): remove the added tokens or use the tokenizer that belongs to the model"
+        )
+
+
+def require_chat_template(tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Raise InputError unless the tokenizer has one chat template to use."""
+    try:
+        tokenizer.get_chat_template()
+    except ValueError as error:
+        raise InputError(
+            f"the tokenizer of {tokenizer.name_or_path!r} has no chat template, which rows of "
+            "messages need: give a template file, or use `text` or plain `prompt`/`completion` rows"
+        ) from error

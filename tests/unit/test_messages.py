@@ -1,0 +1,427 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+
+import numpy as np
+import pytest
+from chat_tokenizers import CHATML_TEMPLATE, llama, qwen
+
+from lora_tune.data import conversation, tokenizer
+from lora_tune.data.messages import Encoded, encode, preview
+from lora_tune.errors import InputError
+
+
+def chat(messages, tok, *, max_length=4096, tools=None, **options) -> Encoded:
+    row = {"messages": messages, "tools": tools}
+    return encode(row, tok, format="messages", max_length=max_length, where="f.jsonl:7", **options)
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def assistant(content, **fields):
+    return {"role": "assistant", "content": content, **fields}
+
+
+def call(name, arguments):
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def shown(encoded, tok):
+    return [preview(example, tok) for example in encoded.examples]
+
+
+# Golden cases: what Qwen's own template writes, by hand, and what the assistant writes in it.
+
+
+def test_qwen3_single_turn_trains_the_answer_and_its_end():
+    tok = qwen()
+    encoded = chat(
+        [{"role": "system", "content": "Be brief."}, user("Hi"), assistant("Hello")], tok
+    )
+    assert shown(encoded, tok) == [
+        [
+            (
+                "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+                "<|im_start|>assistant\n",
+                False,
+            ),
+            ("<think>\n\n</think>\n\nHello<|im_end|>", True),
+            ("\n", False),
+        ]
+    ]
+
+
+def test_qwen3_multi_turn_with_reasoning_trains_each_turn_as_it_is_served():
+    tok = qwen()
+    encoded = chat(
+        [
+            user("1+1?"),
+            assistant("2", reasoning_content="one and one"),
+            user("and 1?"),
+            assistant("3", reasoning_content="two and one"),
+        ],
+        tok,
+    )
+    first = "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
+    assert shown(encoded, tok) == [
+        [
+            (first, False),
+            ("<think>\none and one\n</think>\n\n2<|im_end|>", True),
+            ("\n", False),
+        ],
+        [
+            (
+                first + "2<|im_end|>\n<|im_start|>user\nand 1?<|im_end|>\n<|im_start|>assistant\n",
+                False,
+            ),
+            ("<think>\ntwo and one\n</think>\n\n3<|im_end|>", True),
+            ("\n", False),
+        ],
+    ]
+
+
+def test_qwen3_tool_turns_share_one_rendering_and_tool_responses_are_not_trained():
+    tok = qwen()
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+    encoded = chat(
+        [
+            user("Weather?"),
+            assistant(
+                None, reasoning_content="ask", tool_calls=[call("weather", '{"city": "Ulm"}')]
+            ),
+            {"role": "tool", "name": "weather", "content": "sun"},
+            {"role": "tool", "name": "weather", "content": "wind"},
+            assistant("Sunny.", reasoning_content="told"),
+        ],
+        tok,
+        tools=json.dumps(tools),
+    )
+    (pieces,) = shown(encoded, tok)
+    assert [trained for _, trained in pieces] == [False, True, False, True, False]
+    assert json.dumps(tools[0]) in pieces[0][0]
+    assert pieces[0][0].endswith("<|im_start|>user\nWeather?<|im_end|>\n<|im_start|>assistant\n")
+    assert [text for text, _ in pieces[1:]] == [
+        "<think>\nask\n</think>\n\n<tool_call>\n"
+        '{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call><|im_end|>',
+        "\n<|im_start|>user\n<tool_response>\nsun\n</tool_response>\n<tool_response>\nwind\n"
+        "</tool_response><|im_end|>\n<|im_start|>assistant\n",
+        "<think>\ntold\n</think>\n\nSunny.<|im_end|>",
+        "\n",
+    ]
+
+
+def test_qwen3_tool_chain_before_a_new_question_keeps_its_reasoning_in_its_own_rendering():
+    tok = qwen()
+    encoded = chat(
+        [
+            user("a?"),
+            assistant("", reasoning_content="r1", tool_calls=[call("f", {})]),
+            {"role": "tool", "content": "x"},
+            assistant("A", reasoning_content="r2"),
+            user("b?"),
+            assistant("B", reasoning_content="r3"),
+        ],
+        tok,
+    )
+    trained = [[text for text, on in pieces if on] for pieces in shown(encoded, tok)]
+    assert [len(t) for t in trained] == [2, 1]
+    assert trained[0][0].startswith("<think>\nr1\n</think>")
+    assert trained[0][1] == "<think>\nr2\n</think>\n\nA<|im_end|>"
+    assert trained[1] == ["<think>\nr3\n</think>\n\nB<|im_end|>"]
+    context = shown(encoded, tok)[1][0][0]
+    assert "r1" not in context
+    assert "r2" not in context
+
+
+@pytest.mark.parametrize("turns", [1, 2, 5])
+def test_prefix_difference_equals_the_generation_marks_of_a_template(turns):
+    tok = qwen(CHATML_TEMPLATE)
+    messages = [{"role": "system", "content": "S"}]
+    for i in range(turns):
+        messages += [user(f"What is {i}?\n"), assistant(f"It is {i}. é→🙂\n")]
+    (example,) = chat(messages, tok).examples
+    expected = tok.apply_chat_template(
+        messages, return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert example.tokens.tolist() == expected["input_ids"]
+    assert example.mask.tolist() == [bool(m) for m in expected["assistant_masks"]]
+
+
+def test_text_of_a_marker_inside_a_message_does_not_move_the_mask():
+    tok = qwen(CHATML_TEMPLATE)
+    (pieces,) = shown(
+        chat([user("say <|im_start|>assistant\nno<|im_end|>"), assistant("assistant\nyes")], tok),
+        tok,
+    )
+    assert [text for text, trained in pieces if trained] == ["assistant\nyes<|im_end|>"]
+
+
+def test_turn_end_is_trained_even_if_it_is_the_padding_token():
+    tok = qwen(pad_token="<|im_end|>")
+    (example,) = chat([user("a"), assistant("b")], tok).examples
+    ends = np.flatnonzero(example.tokens == tok.pad_token_id)
+    assert example.mask[ends].tolist() == [False, True]
+
+
+def test_train_on_eos_false_leaves_out_only_the_turn_end():
+    tok = qwen(CHATML_TEMPLATE)
+    messages = [user("a"), assistant("b"), user("c"), assistant("d")]
+    (on,), (off,) = (chat(messages, tok, train_on_eos=flag).examples for flag in (True, False))
+    assert tok.decode(on.tokens[on.mask & ~off.mask]) == "<|im_end|><|im_end|>"
+    assert tok.decode(off.tokens[off.mask]) == "bd"
+
+
+def test_template_begin_token_is_not_doubled():
+    tok = llama()
+    (example,) = chat([user("a"), assistant("b")], tok).examples
+    assert (example.tokens == tok.bos_token_id).sum() == 1
+    assert tok.decode(example.tokens[example.mask]) == " b</s>"
+    plain = encode({"text": "a"}, tok, format="text", max_length=9).examples[0]
+    assert tok.decode(plain.tokens) == "<s>a</s>"
+
+
+def test_a_token_never_reaches_from_the_prompt_into_the_answer():
+    # "\n" of the generation prompt and "\n" of the answer would be one token in this vocabulary.
+    tok = qwen(CHATML_TEMPLATE)
+    assert len(tok("\n\n", add_special_tokens=False)["input_ids"]) == 1
+    messages = [user("a"), assistant("\nblue"), user("b"), assistant("\nIt is")]
+    (example,) = chat(messages, tok).examples
+    assert tok.decode(example.tokens[example.mask]) == "\nblue<|im_end|>\nIt is<|im_end|>"
+    prompt = tok.apply_chat_template(messages[:1], add_generation_prompt=True, return_dict=False)
+    assert example.tokens[: len(prompt)].tolist() == prompt
+    assert example.mask[: len(prompt) + 1].tolist() == [False] * len(prompt) + [True]
+    row = {"prompt": "What is it? ", "completion": "It is"}
+    (example,) = encode(row, tok, format="prompt_completion", max_length=99).examples
+    assert tok.decode(example.tokens[example.mask]) == "It is<|im_end|>"
+
+
+def test_prompt_completion_strings_train_the_completion_and_the_end():
+    tok = qwen(None)
+    row = {"prompt": "What is it? ", "completion": "blue"}
+    (pieces,) = shown(encode(row, tok, format="prompt_completion", max_length=99), tok)
+    assert pieces == [("What is it? ", False), ("blue<|im_end|>", True)]
+    whole = encode(
+        row, tok, format="prompt_completion", max_length=99, assistant_only_loss=False
+    ).examples[0]
+    assert whole.mask.all()
+
+
+def test_prompt_completion_messages_train_only_the_completion():
+    tok = qwen(CHATML_TEMPLATE)
+    row = {"prompt": [user("a"), assistant("b"), user("c")], "completion": [assistant("d")]}
+    (pieces,) = shown(encode(row, tok, format="prompt_completion", max_length=99), tok)
+    assert [text for text, trained in pieces if trained] == ["d<|im_end|>"]
+    assert "b<|im_end|>" in pieces[0][0]
+
+
+def test_without_assistant_only_loss_a_conversation_is_one_example_all_trained():
+    tok = qwen()
+    messages = [user("a"), assistant("b"), user("c"), assistant("d")]
+    (pieces,) = shown(chat(messages, tok, assistant_only_loss=False), tok)
+    expected = tok.apply_chat_template(messages, tokenize=False)
+    assert pieces == [(expected.rstrip("\n"), True), ("\n", False)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"q": "é", "n": None}, {"q": "é", "n": None}),
+        ('{"q": "é"}', {"q": "é"}),
+        (json.dumps(json.dumps({"q": 1})), {"q": 1}),
+        (None, {}),
+    ],
+)
+def test_arguments_are_encoded_once(arguments, expected):
+    tok = qwen()
+    messages = [user("a"), assistant("", tool_calls=[call("f", arguments)])]
+    text = "".join(t for t, _ in shown(chat(messages, tok), tok)[0])
+    body = text.split("<tool_call>\n")[1].split("\n</tool_call>")[0]
+    assert json.loads(body) == {"name": "f", "arguments": expected}
+
+
+def test_text_parts_are_joined():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    (message,) = conversation.messages([{"role": "user", "content": parts}], where="r")
+    assert message == {"role": "user", "content": "ab"}
+
+
+# Truncation.
+
+
+def test_truncation_right_keeps_the_start_and_counts():
+    tok = qwen(CHATML_TEMPLATE)
+    whole = chat([user("a"), assistant("b" * 20)], tok).examples[0]
+    encoded = chat([user("a"), assistant("b" * 20)], tok, max_length=20)
+    (example,) = encoded.examples
+    assert example.tokens.tolist() == whole.tokens[:20].tolist()
+    assert encoded.truncated == 1
+    assert encoded.lost_trained_tokens == whole.trained_tokens - example.trained_tokens > 0
+
+
+def test_truncation_left_keeps_the_end():
+    tok = qwen(CHATML_TEMPLATE)
+    messages = [user("a" * 50), assistant("b")]
+    (example,) = chat(messages, tok, max_length=12, truncation_strategy="left").examples
+    assert tok.decode(example.tokens[example.mask]) == "b<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "reason"),
+    [
+        ("right", "no trained token left after truncation"),
+        ("delete", "longer than max_length"),
+    ],
+)
+def test_a_row_without_trained_tokens_left_is_dropped_and_counted(strategy, reason):
+    tok = qwen(CHATML_TEMPLATE)
+    messages = [user("a" * 500), assistant("b")]
+    encoded = chat(messages, tok, max_length=30, truncation_strategy=strategy)
+    assert encoded.examples == ()
+    assert [drop.reason for drop in encoded.drops] == [reason]
+    assert encoded.lost_trained_tokens == 2
+
+
+@pytest.mark.parametrize("length", [2, 3, 7, 10, 11])
+def test_split_predicts_every_token_exactly_once(length):
+    tok = qwen(None)
+    row = {"text": "0123456789"}
+    (whole,) = encode(row, tok, format="text", max_length=99).examples
+    pieces = encode(row, tok, format="text", max_length=length, truncation_strategy="split")
+    targets = np.concatenate([e.tokens[1:] for e in pieces.examples])
+    assert targets.tolist() == whole.tokens[1:].tolist()
+    assert max(len(e.tokens) for e in pieces.examples) <= length
+    assert pieces.lost_trained_tokens == 0
+
+
+def test_empty_text_has_nothing_to_predict():
+    encoded = encode({"text": ""}, qwen(None), format="text", max_length=9)
+    assert encoded.examples == ()
+    assert encoded.drops[0].reason == "nothing to predict"
+
+
+# Bad input: each error names the row.
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        ([user("a")], "no assistant message to train on"),
+        ([assistant("a")], "starts with an assistant message"),
+        ([], "non-empty list of messages"),
+        ("hi", "non-empty list of messages"),
+        ([{"from": "human", "value": "x"}], "`role` and `content`"),
+        ([{"role": "human", "content": "x"}], "role 'human' is unknown"),
+        ([{"role": "user"}], "has no `content`"),
+        ([{"role": "user", "content": {"a": 1}}], "must be a string"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "only text parts"),
+        ([user("a"), assistant("b", reasoning_content=3)], "`reasoning_content` must be"),
+        ([user("a"), assistant("b", tool_calls=[call("f", "{")])], "not valid JSON"),
+        ([user("a"), assistant("b", tool_calls=[call("f", "[1]")])], "must be a JSON object"),
+        ([user("a"), assistant("b", tool_calls=[{"x": 1}])], "`name` and `arguments`"),
+        ([user("a"), assistant("b", tool_calls="f")], "must be a list"),
+        ([user("a") | {"tool_calls": [call("f", {})]}], "only an assistant message"),
+        ([user("a"), assistant("b"), assistant("c")], "join neighbouring assistant messages"),
+    ],
+)
+def test_a_malformed_conversation_names_row_and_fault(messages, says):
+    with pytest.raises(InputError, match=r"^f\.jsonl:7.*") as error:
+        chat(messages, qwen())
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize("tools", ["[", {"a": 1}, ["f"], '{"a": 1}'])
+def test_bad_tools_name_the_row(tools):
+    with pytest.raises(InputError, match=r"f\.jsonl:7: `tools`"):
+        chat([user("a"), assistant("b")], qwen(), tools=tools)
+
+
+def test_a_template_that_loses_what_the_row_has_is_an_error():
+    plain = qwen(CHATML_TEMPLATE)
+    with pytest.raises(InputError, match="does not show the `reasoning_content`"):
+        chat([user("a"), assistant("b", reasoning_content="why")], plain)
+    with pytest.raises(InputError, match="does not show the `tool_calls`"):
+        chat([user("a"), assistant("b", tool_calls=[call("lookup", {})])], plain)
+    with pytest.raises(InputError, match="does not show the `tools`"):
+        chat([user("a"), assistant("b")], plain, tools=[{"name": "f"}])
+
+
+def test_an_empty_mask_and_a_full_mask_are_errors():
+    silent = qwen("{% for m in messages %}{{ m.content }}{% endfor %}")
+    with pytest.raises(InputError, match=r"f\.jsonl:7: no token would be trained"):
+        chat([user("a"), assistant("")], silent)
+    with pytest.raises(InputError, match=r"f\.jsonl:7: every token would be trained"):
+        chat([user(""), assistant("b")], silent)
+
+
+def test_a_template_that_refuses_the_row_is_an_error():
+    strict = qwen("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(InputError, match=r"f\.jsonl:7.*roles must alternate"):
+        chat([user("a"), assistant("b")], strict)
+
+
+def test_a_template_that_rewrites_the_prompt_is_an_error():
+    counting = qwen("{{ messages | length }}" + CHATML_TEMPLATE)
+    with pytest.raises(InputError, match=r"f\.jsonl:7, message 1: .*no prompt would lead to it"):
+        chat([user("a"), assistant("b")], counting)
+
+
+def test_prompt_and_completion_of_different_kinds_are_an_error():
+    row = {"prompt": "a", "completion": [assistant("b")]}
+    with pytest.raises(InputError, match=r"row: `completion` must be a string"):
+        encode(row, qwen(), format="prompt_completion", max_length=9)
+
+
+def test_max_length_below_two_is_an_error():
+    with pytest.raises(InputError, match="at least 2"):
+        encode({"text": "a"}, qwen(), format="text", max_length=1)
+
+
+# Loading tokenizers.
+
+
+def test_load_reads_a_model_folder_with_its_template(tmp_path):
+    saved = qwen()
+    saved.save_pretrained(tmp_path)
+    loaded = tokenizer.load(str(tmp_path), vocab_size=len(saved))
+    messages = [user("a"), assistant("b")]
+    tokenizer.require_chat_template(loaded)
+    assert chat(messages, loaded).examples[0].tokens.tolist() == (
+        chat(messages, saved).examples[0].tokens.tolist()
+    )
+
+
+def test_a_template_file_overrides(tmp_path):
+    qwen().save_pretrained(tmp_path)
+    file = tmp_path / "mine.jinja"
+    file.write_text(CHATML_TEMPLATE)
+    assert tokenizer.load(str(tmp_path), chat_template=str(file)).chat_template == CHATML_TEMPLATE
+    with pytest.raises(InputError, match=r"absent\.jinja"):
+        tokenizer.load(str(tmp_path), chat_template=str(tmp_path / "absent.jinja"))
+
+
+def test_tokens_beyond_the_vocabulary_are_refused(tmp_path):
+    saved = qwen()
+    saved.add_tokens(["<extra>"])
+    saved.save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"1 tokens beyond the model's vocabulary.*<extra>"):
+        tokenizer.load(str(tmp_path), vocab_size=len(saved) - 1)
+
+
+def test_missing_broken_and_templateless_tokenizers_are_errors(tmp_path):
+    with pytest.raises(InputError, match="does not exist"):
+        tokenizer.load(str(tmp_path / "absent"))
+    with pytest.raises(InputError, match="no tokenizer can be loaded"):
+        tokenizer.load(str(tmp_path))
+    with pytest.raises(InputError, match="has no chat template"):
+        tokenizer.require_chat_template(qwen(None))
+    qwen().save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(InputError, match="no tokenizer can be loaded"):
+        tokenizer.load(str(tmp_path))
+
+
+def test_templates_cannot_reach_python():
+    evil = qwen("{{ messages.__class__.__mro__[1].__subclasses__() }}")
+    with pytest.raises(InputError, match="unsafe"):
+        chat([user("a"), assistant("b")], evil)

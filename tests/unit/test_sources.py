@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from chat_tokenizers import qwen
+
+from lora_tune.data import sources
+from lora_tune.data.messages import encode
+from lora_tune.errors import InputError
+
+CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+TEXT = {"text": "é"}
+
+
+def write(path, *lines):
+    path.write_text("\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines))
+    return str(path)
+
+
+def test_json_lines_give_rows_with_file_and_line(tmp_path):
+    path = write(tmp_path / "a.jsonl", "\ufeff" + json.dumps(CHAT), "", CHAT, "")
+    rows = sources.read(path)
+    assert (rows.format, len(rows)) == ("messages", 2)
+    assert list(rows) == [(f"{path}:1", CHAT), (f"{path}:3", CHAT)]
+    assert list(rows) == list(rows)
+
+
+@pytest.mark.parametrize("text", [json.dumps([TEXT, TEXT]), json.dumps(TEXT) + "\n" * 2])
+def test_json_is_an_array_or_lines(tmp_path, text):
+    rows = sources.read(write(tmp_path / "a.json", text))
+    assert [fields for _, fields in rows] == [TEXT] * len(rows)
+    assert len(rows) == text.count("text")
+
+
+def test_a_glob_reads_files_in_order(tmp_path):
+    for name in ("b", "a"):
+        write(tmp_path / f"{name}.jsonl", {"text": name})
+    (tmp_path / "sub").mkdir()
+    write(tmp_path / "sub" / "c.jsonl", {"text": "c"})
+    assert [f["text"] for _, f in sources.read(f"{tmp_path}/*.jsonl")] == ["a", "b"]
+    assert len(sources.read(f"{tmp_path}/**/*.jsonl")) == 3
+    with pytest.raises(InputError, match="no file matches"):
+        sources.read(f"{tmp_path}/*.parquet")
+
+
+@pytest.mark.parametrize(
+    ("fields", "format"),
+    [
+        (CHAT | {"prompt": "x", "completion": "y"}, "messages"),
+        ({"prompt": "x", "completion": "y", "text": "z"}, "prompt_completion"),
+        (TEXT, "text"),
+    ],
+)
+def test_the_format_follows_from_the_columns(tmp_path, fields, format):
+    path = write(tmp_path / "a.jsonl", fields)
+    assert sources.read(path).format == format
+    assert sources.read(write(tmp_path / "b.jsonl", fields | TEXT), format="text").format == "text"
+
+
+def test_columns_can_be_renamed(tmp_path):
+    path = write(tmp_path / "a.jsonl", {"body": "x", "id": 1})
+    rows = sources.read(path, columns={"text": "body"})
+    assert [f for _, f in rows] == [{"text": "x", "id": 1}]
+
+
+def test_parquet_round_trip_loses_no_tool_call_and_adds_no_argument(tmp_path):
+    def row(name, arguments):
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        turn = {"role": "assistant", "content": None, "tool_calls": [call]}
+        tools = [{"type": "function", "function": {"name": name, "parameters": {name: {}}}}]
+        return {"messages": [{"role": "user", "content": "q"}, turn], "tools": json.dumps(tools)}
+
+    wanted = [row("weather", {"city": "Ulm"}), row("time", {"zone": "CET"})]
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(wanted), path)
+    filled = pyarrow.parquet.read_table(path).to_pylist()[0]["messages"][1]
+    assert filled["tool_calls"][0]["function"]["arguments"] == {"city": "Ulm", "zone": None}
+
+    rows = sources.read(str(path))
+    assert [where for where, _ in rows] == [f"{path} row 0", f"{path} row 1"]
+    tok = qwen()
+    for (_, got), expected in zip(rows, wanted, strict=True):
+        ours, theirs = (
+            encode(r, tok, format=rows.format, max_length=999).examples[0] for r in (got, expected)
+        )
+        assert tok.decode(ours.tokens) == tok.decode(theirs.tokens)
+        arguments = expected["messages"][1]["tool_calls"][0]["function"]["arguments"]
+        assert f'"arguments": {json.dumps(arguments)}}}' in tok.decode(ours.tokens)
+
+
+def test_hub_ids_go_through_datasets(monkeypatch):
+    import datasets
+
+    calls = []
+
+    def load_dataset(*args, **kwargs):
+        calls.append((args, kwargs))
+        return datasets.Dataset.from_list([TEXT | {"x": 1}, TEXT | {"x": None}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    rows = sources.read("owner/name", split="test", subset="en")
+    assert calls == [(("owner/name", "en"), {"split": "test"})]
+    assert list(rows)[1] == ("owner/name[test] row 1", TEXT)
+
+
+def test_a_hub_id_that_is_not_found_is_an_error(monkeypatch):
+    import datasets
+
+    def load_dataset(*args, **kwargs):
+        raise FileNotFoundError("Dataset 'owner/name'\n doesn't exist")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(InputError, match=r"'owner/name' is neither.* doesn't exist$"):
+        sources.read("owner/name")
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        ([TEXT, '{"text": '], "a.jsonl:2: broken JSON at column"),
+        ([TEXT, "[1]"], "a.jsonl:2: expected a JSON object"),
+        ([TEXT, CHAT], "a.jsonl:2: column `text` is missing or null, found `messages`"),
+        ([{"text": None}], "a.jsonl:1: unknown columns, found `text`"),
+        (
+            [{"question": 1, "answer": 2}],
+            "a.jsonl:1: unknown columns, found `answer`, `question`, expected `messages`",
+        ),
+        ([], "is empty"),
+        (["", " "], "is empty"),
+    ],
+)
+def test_bad_lines_name_file_and_line(tmp_path, lines, says):
+    path = write(tmp_path / "a.jsonl", *lines)
+    with pytest.raises(InputError) as error:
+        sources.read(path)
+    assert says in str(error.value)
+    assert str(tmp_path) in str(error.value)
+
+
+def test_all_bad_lines_are_reported_at_once(tmp_path):
+    path = write(tmp_path / "a.jsonl", TEXT, *["{"] * 7)
+    with pytest.raises(InputError) as error:
+        sources.read(path)
+    message = str(error.value)
+    assert message.startswith("7 rows of")
+    assert [f"{path}:{n}:" in message for n in (2, 6, 7)] == [True, True, False]
+    assert message.endswith("and 2 more")
+
+
+def test_bytes_that_are_not_utf8_name_the_line(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
+    with pytest.raises(InputError, match=r"a\.jsonl:2: not UTF-8"):
+        sources.read(str(tmp_path / "a.jsonl"))
+
+
+@pytest.mark.parametrize("name", ["absent.jsonl", "absent.parquet", "../a/b/c/absent"])
+def test_a_missing_file_is_an_error(tmp_path, name):
+    with pytest.raises(InputError, match=r"absent.* does not exist"):
+        sources.read(str(tmp_path / name))
+
+
+def test_other_files_are_errors(tmp_path):
+    with pytest.raises(InputError, match=r"ends in '\.csv': expected one of \.jsonl"):
+        sources.read(write(tmp_path / "a.csv", "text"))
+    with pytest.raises(InputError, match="is a folder"):
+        sources.read(str(tmp_path))
+    with pytest.raises(InputError, match="not readable Parquet"):
+        sources.read(write(tmp_path / "a.parquet", "text"))
+    with pytest.raises(InputError, match=r"a\.json' is broken JSON"):
+        sources.read(write(tmp_path / "a.json", "[{"))
+    with pytest.raises(InputError, match="format 'chat' is unknown"):
+        sources.read("a.jsonl", format="chat")
