@@ -106,9 +106,9 @@ def _train(arguments: Sequence[str]) -> None:
             f"expected one recipe=NAME, a file or one of {', '.join(shipped())}; "
             f"got {', '.join(map(repr, recipes)) or 'none'}"
         )
-    from lora_tune import api
+    from lora_tune.api import train
 
-    api.train(recipes[0], [f"{key}={value}" for key, value in settings if key != "recipe"])
+    train(recipes[0], [f"{key}={value}" for key, value in settings if key != "recipe"])
 
 
 def _list(arguments: Sequence[str]) -> None:
@@ -142,11 +142,11 @@ def _list_targets(arguments: Sequence[str]) -> None:
     settings = dict(_settings(arguments))
     if set(settings) != {"model.path"}:
         raise InputError("expected lora-tune list targets model.path=PATH and nothing else")
-    from lora_tune import api
+    from lora_tune.api import list_targets
 
     rows = [
         (name, "x".join(map(str, shape)), str(count))
-        for name, shape, count in api.list_targets(settings["model.path"])
+        for name, shape, count in list_targets(settings["model.path"])
     ]
     rows.insert(0, ("module", "shape", "count"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

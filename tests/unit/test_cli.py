@@ -18,7 +18,6 @@ def api(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     module.calls = []
     module.train = lambda name, overrides: module.calls.append((name, overrides))
     monkeypatch.setitem(sys.modules, "lora_tune.api", module)
-    monkeypatch.setattr(lora_tune, "api", module, raising=False)
     return module
 
 
