@@ -66,6 +66,7 @@ def encode(
     max_length: int,
     truncation_strategy: TruncationStrategy = "right",
     assistant_only_loss: bool = True,
+    completion_only_loss: bool = True,
     train_on_eos: bool = True,
     where: str = "row",
 ) -> Encoded:
@@ -76,6 +77,7 @@ def encode(
         max_length=max_length,
         truncation_strategy=truncation_strategy,
         assistant_only_loss=assistant_only_loss,
+        completion_only_loss=completion_only_loss,
         train_on_eos=train_on_eos,
     )
     return encoder(row, where=where)
@@ -87,8 +89,9 @@ class Encoder:
 
     `truncation_strategy` says what happens to longer ones: "right" keeps the start, "left" keeps
     the end, "delete" drops the example, "split" cuts it into pieces that overlap by the one token
-    that is needed to predict every target exactly once. With `assistant_only_loss=False` prompts
-    are trained as well, and a conversation is one rendering with one span. `train_on_eos=False`
+    that is needed to predict every target exactly once. Without `assistant_only_loss` (rows of
+    messages) or `completion_only_loss` (rows of prompt and completion) what comes before an answer
+    is trained as well, and a conversation is one rendering with one span. `train_on_eos=False`
     leaves the token that ends a span (a turn or a text) out of the loss.
 
     Calling it raises InputError, naming the row, for a malformed conversation, for one without an
@@ -102,6 +105,7 @@ class Encoder:
     max_length: int
     truncation_strategy: TruncationStrategy = "right"
     assistant_only_loss: bool = True
+    completion_only_loss: bool = True
     train_on_eos: bool = True
 
     def __post_init__(self) -> None:
@@ -146,7 +150,7 @@ class Encoder:
         self, messages: list[conversation.Message], tools: Any, *, first: int, where: str
     ) -> Iterator[Example]:
         template = Template(self.tokenizer, conversation.tools(tools, where=where), where)
-        if self.assistant_only_loss:
+        if self._answers_only:
             rendered = renderings(template, messages, first=first)
         else:
             text = template.render(messages)
@@ -181,14 +185,14 @@ class Encoder:
         return np.arange(len(tokens)) < last + self.train_on_eos
 
     def _plain(self, prompt: str, answer: str, *, where: str) -> Example:
-        """Untemplated text; the prompt is trained only without `assistant_only_loss`."""
+        """Untemplated text that ends with the end-of-text token."""
         if self.tokenizer.eos_token_id is None:
             raise InputError(f"{where}: the tokenizer names no end-of-text token (eos_token)")
         tokens, starts = self._tokenise(prompt + answer, [len(prompt)])
-        mask = starts >= (len(prompt) if self.assistant_only_loss else 0)
+        mask = starts >= (len(prompt) if self._answers_only else 0)
         if self._begin:
             tokens = np.append(self._begin, tokens)
-            mask = np.append(not (self.assistant_only_loss and prompt), mask)
+            mask = np.append(not (self._answers_only and prompt), mask)
         if not len(tokens) or tokens[-1] != self.tokenizer.eos_token_id:
             tokens, mask = np.append(tokens, self.tokenizer.eos_token_id), np.append(mask, True)
         mask[-1] &= self.train_on_eos
@@ -223,7 +227,7 @@ class Encoder:
                 f"{where}: no token would be trained, because what the assistant should answer is "
                 "empty: remove the row or complete it"
             )
-        if self.assistant_only_loss and example.mask.all():
+        if self._answers_only and example.mask.all():
             raise InputError(
                 f"{where}: every token would be trained, because there is nothing before the "
                 "answer: give a prompt, or use `text` rows to train on everything"
@@ -247,6 +251,12 @@ class Encoder:
         if self.truncation_strategy == "delete":
             return "longer than max_length"
         return "no trained token left after truncation"
+
+    @property
+    def _answers_only(self) -> bool:
+        if self.format == "prompt_completion":
+            return self.completion_only_loss
+        return self.assistant_only_loss
 
     @cached_property
     def _begin(self) -> list[int]:

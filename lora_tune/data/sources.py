@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from glob import glob
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -53,22 +54,31 @@ def read(
     split: str = "train",
     subset: str | None = None,
     columns: Mapping[str, str] | None = None,
-    format: str | None = None,
+    format: str = "auto",
+    max_samples: int | None = None,
 ) -> Rows:
     """Open a data set.
 
     `path` is a file or a glob ending in .jsonl, .json or .parquet, or else a hub id
     (`owner/name`) for which `split` and `subset` apply. `columns` maps our column names to those
-    of the file. `format` is a key of `FORMATS`; by default it follows from the columns of the
-    first row, in the order of `FORMATS`. Every later row must have the same columns.
+    of the file. `format` is a key of `FORMATS`, or "auto" to let it follow from the columns of the
+    first row, in the order of `FORMATS`; every row must have the columns of the format. Only the
+    first `max_samples` rows count, if given.
 
     Raises InputError for a missing, empty, broken or unreadable file and for unknown columns.
     """
-    if format is not None and format not in FORMATS:
-        raise InputError(f"data format {format!r} is unknown: use one of {', '.join(FORMATS)}")
+    if format != "auto" and format not in FORMATS:
+        raise InputError(f"data format {format!r} is unknown: use auto or {', '.join(FORMATS)}")
+    if max_samples is not None and max_samples < 1:
+        raise InputError(f"data.max_samples must be at least 1 or null, got {max_samples}")
     files = _local_files(path)
     opened = _open_hub(path, split, subset) if files is None else _open_files(files)
-    return _checked(path, opened, columns=columns or {}, format=format)
+    return _checked(
+        path,
+        lambda: islice(opened(), max_samples),
+        columns=columns or {},
+        format=None if format == "auto" else format,
+    )
 
 
 def _local_files(path: str) -> list[Path] | None:

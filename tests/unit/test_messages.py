@@ -202,7 +202,7 @@ def test_prompt_completion_strings_train_the_completion_and_the_end():
     (pieces,) = shown(encode(row, tok, format="prompt_completion", max_length=99), tok)
     assert pieces == [("What is it? ", False), ("blue<|im_end|>", True)]
     whole = encode(
-        row, tok, format="prompt_completion", max_length=99, assistant_only_loss=False
+        row, tok, format="prompt_completion", max_length=99, completion_only_loss=False
     ).examples[0]
     assert whole.mask.all()
 

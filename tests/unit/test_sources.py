@@ -59,6 +59,15 @@ def test_the_format_follows_from_the_columns(tmp_path, fields, format):
     assert sources.read(write(tmp_path / "b.jsonl", fields | TEXT), format="text").format == "text"
 
 
+def test_max_samples_reads_only_the_first_rows(tmp_path):
+    path = write(tmp_path / "a.jsonl", TEXT, {"text": "b"}, "{")
+    rows = sources.read(path, max_samples=2)
+    assert [fields["text"] for _, fields in rows] == ["é", "b"]
+    assert len(rows) == 2
+    with pytest.raises(InputError, match="max_samples must be at least 1"):
+        sources.read(path, max_samples=0)
+
+
 def test_columns_can_be_renamed(tmp_path):
     path = write(tmp_path / "a.jsonl", {"body": "x", "id": 1})
     rows = sources.read(path, columns={"text": "body"})
