@@ -111,7 +111,8 @@ def _read_slice(
     for cell in np.ndindex(*(len(r) for r in stacked)):
         source = tuple(r[i] for r, i in zip(stacked, cell, strict=True))
         tensor = checkpoint.tensors[leaf.names[source]]
-        part = leaf.view.from_hf(tensor.array()[window]).astype(dtype)
+        with np.errstate(over="ignore"):  # an overflow is reported below, by name
+            part = leaf.view.from_hf(tensor.array()[window]).astype(dtype)
         if not _is_finite(part):
             raise InputError(
                 f"{tensor.where} holds a NaN or an infinity (read as {dtype}); the checkpoint is "

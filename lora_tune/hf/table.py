@@ -10,7 +10,7 @@ import followed by export is exact. Loading, merging and the PEFT adapter all re
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 from flax import nnx
@@ -167,7 +167,7 @@ def hf_state(leaf: Leaf, array: Any) -> Iterator[tuple[str, np.ndarray]]:
     if host.shape != leaf.shape:
         raise ValueError(f"{leaf.dotted}: expected shape {leaf.shape}, got {host.shape}")
     for cell in np.ndindex(leaf.names.shape):
-        yield leaf.names[cell], leaf.view.to_hf(host[leaf.place(cell)])
+        yield str(leaf.names[cell]), leaf.view.to_hf(host[leaf.place(cell)])
 
 
 def module_name(tensor: str) -> str:
@@ -178,7 +178,8 @@ def module_name(tensor: str) -> str:
 def base_params(model: nnx.Module) -> dict[Path, Any]:
     """The weights of a model by path: every nnx.Param that is not an adapter."""
     wanted = nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam))
-    return dict(nnx.to_flat_state(nnx.state(model, wanted)))
+    flat = nnx.to_flat_state(nnx.state(model, wanted))
+    return {cast(Path, tuple(path)): variable for path, variable in flat}
 
 
 def bind(family: Family, model: Any) -> tuple[Leaf, ...]:

@@ -106,7 +106,7 @@ def _name_problems(config: LoraConfig) -> list[str]:
             problems += _regex_problems(field, pattern)
     if isinstance(targets, str) and layers is not None:
         problems.append("layers_to_transform needs target_modules to be a list, got a string")
-    numbers = [layers] if _is_int(layers) else list(layers or ())  # type: ignore[arg-type]
+    numbers = [layers] if isinstance(layers, int) else list(layers or ())
     if any(not _is_int(i) or i < 0 for i in numbers):
         problems.append(f"layers_to_transform must hold layer numbers >= 0, got {layers!r}")
     return problems

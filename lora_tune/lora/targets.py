@@ -70,7 +70,7 @@ def resolve(config: LoraConfig, module_names: Sequence[str]) -> dict[str, Target
         raise InputError(f"lora: {'; '.join(problems)}; the model has {_listing(module_names)}")
     targets = {}
     for name in chosen:
-        r, alpha = ranks.get(name, config.r), alphas.get(name, config.lora_alpha)
+        r, alpha = int(ranks.get(name, config.r)), alphas.get(name, config.lora_alpha)
         targets[name] = Target(r, alpha, scaling(r, alpha, config.use_rslora))
     return targets
 

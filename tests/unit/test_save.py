@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+import os
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hf_cases import (
+    CONFIG,
+    EVERYWHERE,
+    FAMILY,
+    deltas,
+    leaves_of,
+    random_adapters,
+    random_tensors,
+    tiny,
+    write_folder,
+)
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+from lora_tune.errors import InputError
+from lora_tune.hf import files
+from lora_tune.hf.files import open_checkpoint
+from lora_tune.hf.load import load_params
+from lora_tune.hf.save import save_full, save_merged
+from lora_tune.lora.config import LoraConfig
+
+LORA = LoraConfig(
+    r=3, lora_alpha=4, target_modules=EVERYWHERE, exclude_modules=r"model\.layers\.1\..*"
+)
+EXTRA = {
+    "mtp.fc.weight": np.arange(6, dtype=np.int8).reshape(2, 3),
+    "mtp.norm.weight": np.full(3, np.nan, np.float32),
+    "mtp.empty": np.zeros((0, 4), np.float16),
+}
+
+
+def every_tensor(folder):
+    return {t.name: (t.dtype, t.shape, t.bytes().tobytes()) for t in all_of(folder)}
+
+
+def all_of(folder):
+    return open_checkpoint(folder).tensors.values()
+
+
+@pytest.fixture(scope="module")
+def base_tensors():
+    return random_tensors(tiny(), ml_dtypes.bfloat16) | EXTRA
+
+
+@pytest.mark.parametrize(("psa", "scan", "shards"), [(0, True, 3), (1, True, 1), (0, False, 2)])
+def test_merge_is_one_rounding_of_the_exact_sum(tmp_path, base_tensors, psa, scan, shards):
+    leaves = leaves_of(tiny(psa=psa, scan=scan))
+    base = write_folder(tmp_path / "base", base_tensors, shards=shards)
+    arrays = random_adapters(leaves, LORA)
+    report = save_merged(arrays, leaves, FAMILY, base, tmp_path / "out")
+
+    expected = deltas(leaves, arrays)
+    before, after = every_tensor(base), every_tensor(tmp_path / "out")
+    assert set(after) == set(before)
+    merged = {t.name: t.array() for t in all_of(tmp_path / "out") if t.name in expected}
+    for name, delta in expected.items():
+        exact = base_tensors[name].astype(np.float64) + delta
+        near = np.abs(merged[name].astype(np.float64) - exact)
+        half_unit = 2.0 ** (np.floor(np.log2(np.abs(exact))) - 8)  # in the last place of bfloat16
+        assert (near <= half_unit + 1e-5).all(), name
+    for name in set(before) - set(expected):
+        assert after[name] == before[name], name
+    assert report.merged == len(expected)
+    assert report.untouched == len(before) - len(expected)
+    assert 0 < report.max_rounding < 0.5
+
+
+def test_layers_that_are_not_adapted_stay_byte_for_byte(tmp_path, base_tensors):
+    leaves = leaves_of(tiny())
+    base = write_folder(tmp_path / "base", base_tensors)
+    save_merged(random_adapters(leaves, LORA), leaves, FAMILY, base, tmp_path / "out")
+    before, after = every_tensor(base), every_tensor(tmp_path / "out")
+    untouched = [n for n in before if n.startswith(("model.layers.1.", "mtp.", "lm_head"))]
+    assert len(untouched) > 20
+    assert all(before[n] == after[n] for n in untouched)
+    assert (
+        before["model.layers.2.mlp.experts.3.up_proj.weight"]
+        != (after["model.layers.2.mlp.experts.3.up_proj.weight"])
+    )
+
+
+def test_files_metadata_and_companions_come_along(tmp_path, base_tensors):
+    leaves = leaves_of(tiny())
+    base = write_folder(tmp_path / "base", base_tensors, shards=3)
+    (base / "generation_config.json").write_text('{"eos_token_id": 1}')
+    (base / "additional_chat_templates").mkdir()
+    (base / "additional_chat_templates" / "tool.jinja").write_text("x")
+    (base / "training_args.bin").write_bytes(b"x")
+    save_merged(random_adapters(leaves, LORA), leaves, FAMILY, base, tmp_path / "out")
+    names = {str(p.relative_to(base)) for p in base.rglob("*") if p.is_file()}
+    found = {str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*")}
+    assert found - {"additional_chat_templates", "lora_tune_export.json"} == (
+        names - {"training_args.bin"}
+    )
+    for name in names - {"training_args.bin"}:
+        if not name.endswith(".safetensors"):
+            assert (base / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
+    for path in (tmp_path / "out").glob("*.safetensors"):
+        assert list(load_file(path))  # a header that safetensors itself accepts
+        with safe_open(path, "numpy") as file:
+            assert file.metadata() == {"format": "pt"}
+
+
+def test_without_an_effective_adapter_the_weights_are_the_base(tmp_path, base_tensors):
+    leaves = leaves_of(tiny())
+    base = write_folder(tmp_path / "base", base_tensors)
+    arrays = random_adapters(leaves, LORA)
+    for path, array in arrays.items():
+        if path[-1] == "kernel_lora_b":
+            array[:] = 0
+    report = save_merged(arrays, leaves, FAMILY, base, tmp_path / "out")
+    assert report.max_rounding == 0
+    assert every_tensor(base) == every_tensor(tmp_path / "out")
+
+
+def test_a_diverged_adapter_is_not_merged(tmp_path, base_tensors):
+    leaves = leaves_of(tiny())
+    base = write_folder(tmp_path / "base", base_tensors)
+    arrays = random_adapters(leaves, LORA)
+    arrays["blocks", "runs", 1, "self_attn", "q_proj", "kernel_lora_b"][0, 0, 0, 0] = np.nan
+    with pytest.raises(InputError, match=r"layers\.3\.self_attn\.q_proj\.weight.*not finite"):
+        save_merged(arrays, leaves, FAMILY, base, tmp_path / "out")
+    assert sorted(os.listdir(tmp_path)) == ["base"]
+
+
+def test_adapters_that_fit_no_projection_are_refused(tmp_path, base_tensors):
+    leaves = leaves_of(tiny())
+    base = write_folder(tmp_path / "base", base_tensors)
+    arrays = random_adapters(leaves, LORA)
+    stray = {("elsewhere", "kernel_lora_a"): np.zeros(3)}
+    with pytest.raises(ValueError, match=r"beside no projection.*elsewhere\.kernel_lora_a"):
+        save_merged(arrays | stray, leaves, FAMILY, base, tmp_path / "out")
+    path = ("blocks", "runs", 1, "self_attn", "q_proj", "kernel_lora_a")
+    with pytest.raises(ValueError, match=r"q_proj\.kernel: A, B and scale have shapes"):
+        save_merged(arrays | {path: arrays[path][:, :, :8]}, leaves, FAMILY, base, tmp_path / "out")
+
+
+@pytest.mark.parametrize("existing", ["file", "folder"])
+def test_what_is_not_ours_is_not_overwritten(tmp_path, base_tensors, existing):
+    leaves = leaves_of(tiny())
+    base = write_folder(tmp_path / "base", base_tensors)
+    out = tmp_path / "out"
+    if existing == "file":
+        out.write_text("mine")
+    else:
+        out.mkdir()
+        (out / "thesis.txt").write_text("mine")
+    with pytest.raises(InputError, match="choose another output"):
+        save_merged(random_adapters(leaves, LORA), leaves, FAMILY, base, out)
+    mine = out if existing == "file" else out / "thesis.txt"
+    assert mine.read_text() == "mine"
+    assert sorted(os.listdir(tmp_path)) == ["base", "out"]
+
+
+def test_an_empty_folder_and_an_earlier_result_are_replaced(tmp_path, base_tensors):
+    leaves = leaves_of(tiny())
+    base = write_folder(tmp_path / "base", base_tensors)
+    out = tmp_path / "out"
+    out.mkdir()
+    save_merged(random_adapters(leaves, LORA, seed=1), leaves, FAMILY, base, out)
+    first = every_tensor(out)
+    save_merged(random_adapters(leaves, LORA, seed=2), leaves, FAMILY, base, out)
+    assert every_tensor(out) != first
+    assert sorted(os.listdir(tmp_path)) == ["base", "out"]
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_full_disk_leaves_nothing_and_keeps_the_earlier_result(
+    tmp_path, base_tensors, monkeypatch, earlier
+):
+    leaves = leaves_of(tiny())
+    base = write_folder(tmp_path / "base", base_tensors)
+    arrays = random_adapters(leaves, LORA)
+    if earlier:
+        save_merged(arrays, leaves, FAMILY, base, tmp_path / "out")
+    listed = sorted(str(p) for p in tmp_path.rglob("*"))
+    written = []
+
+    def full(out, array):
+        written.append(array.nbytes)
+        if len(written) > 10:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("lora_tune.hf.save.write_array", full)
+    with pytest.raises(InputError, match="No space left on device"):
+        save_merged(arrays, leaves, FAMILY, base, tmp_path / "out")
+    assert sorted(str(p) for p in tmp_path.rglob("*")) == listed
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float32])
+def test_full_export_is_the_state(tmp_path, base_tensors, dtype):
+    tensors = {k: v.astype(dtype) for k, v in base_tensors.items() if k not in EXTRA}
+    base = write_folder(tmp_path / "base", tensors)
+    model = tiny(psa=1)
+    state = load_params(model, FAMILY, base, dtype=dtype)
+    save_full(state, leaves_of(model), base, tmp_path / "one")
+    save_full(state, leaves_of(model), base, tmp_path / "many", max_shard_bytes=4000)
+    for out, count in ((tmp_path / "one", 1), (tmp_path / "many", 10)):
+        saved = {t.name: t for t in all_of(out)}
+        assert set(saved) == set(tensors)
+        assert len(list(out.glob("*.safetensors"))) >= count
+        for name, tensor in tensors.items():
+            assert saved[name].array().dtype == tensor.dtype
+            assert saved[name].bytes().tobytes() == tensor.tobytes(), name
+        assert (out / "tokenizer.json").exists()
+        config = json.loads((out / "config.json").read_text())
+        assert config == CONFIG | {"dtype": np.dtype(dtype).name}
+    sizes = [p.stat().st_size for p in (tmp_path / "many").glob("*.safetensors")]
+    assert len(sizes) > 10
+
+
+def test_full_export_refuses_what_is_not_finite(tmp_path, base_tensors):
+    base = write_folder(tmp_path / "base", base_tensors)
+    model = tiny()
+    state = load_params(model, FAMILY, base)
+    state["norm"]["weight"].set_value(jnp.full(16, jnp.inf))
+    with pytest.raises(InputError, match=r"model\.norm\.weight: holds a NaN or an infinity"):
+        save_full(state, leaves_of(model), base, tmp_path / "out")
+    del state["norm"]
+    with pytest.raises(ValueError, match=r"lacks norm\.weight"):
+        save_full(state, leaves_of(model), base, tmp_path / "out")
+    assert sorted(os.listdir(tmp_path)) == ["base"]
+
+
+def test_a_tied_model_is_written_without_a_head(tmp_path, base_tensors):
+    tensors = {k: v for k, v in base_tensors.items() if k != "lm_head.weight"}
+    base = write_folder(tmp_path / "base", tensors)
+    model = tiny(tie_word_embeddings=True)
+    save_full(load_params(model, FAMILY, base), leaves_of(model), base, tmp_path / "out")
+    assert "lm_head.weight" not in every_tensor(tmp_path / "out")
+
+
+def test_header_is_written_as_safetensors_reads_it(tmp_path):
+    path = tmp_path / "x.safetensors"
+    array = np.arange(6, dtype=np.float32).reshape(2, 3)
+    with path.open("wb") as out:
+        files.write_header(out, iter([("ä", "F32", (3, 2), 24)]), {"format": "pt"})
+        files.write_array(out, array.T)
+    np.testing.assert_array_equal(load_file(path)["ä"], array.T)
