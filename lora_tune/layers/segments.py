@@ -19,7 +19,8 @@ def running_segments(
 ) -> tuple[Bool[Array, "B T"], Int[Array, "B T"]]:
     """Return (real [B, T], run [B, T] int32): not padding, and the run each token stands in."""
     real = segment_ids != 0
-    last = jax.lax.associative_scan(lambda a, b: jnp.where(b != 0, b, a), segment_ids, axis=1)
+    index = jnp.where(real, jnp.arange(real.shape[1], dtype=jnp.int32)[None, :], 0)
+    last = jnp.take_along_axis(segment_ids, jax.lax.cummax(index, axis=1), axis=1)
     before = jnp.pad(last[:, :-1], ((0, 0), (1, 0)))
     starts = real & (before != 0) & (before != segment_ids)
     return real, jnp.cumsum(starts, axis=1, dtype=jnp.int32)
