@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: Apache-2.0
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from toy_problem import make_state, optimizer
+
+from lora_tune import checkpoint
+from lora_tune.checkpoint import Checkpoints
+from lora_tune.errors import InputError
+
+COUNT = {"count": jnp.int32(0)}
+
+
+def small_state(value=1.0):
+    return {"kernel": jnp.full((2, 3), float(value))}, (optax.EmptyState(), [jnp.int32(value)])
+
+
+def moved_state():
+    """Adapters and AdamW state after a few steps, so that no array is what it was at the start."""
+    opt, _ = optimizer(10)
+    trainable, opt_state, _ = make_state(opt)
+    for k in range(3):
+        grads = jax.tree.map(lambda x, k=k: jnp.cos(x + k), trainable)
+        updates, opt_state = opt.update(grads, opt_state, trainable)
+        trainable = optax.apply_updates(trainable, updates)
+    return opt, trainable, opt_state
+
+
+def assert_same_bits(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.dtype == b.dtype
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def abstract(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def open_folder(path, **changes):
+    return Checkpoints(path, **({"keep": 3, "every": 1} | changes))
+
+
+def test_moments_and_schedule_count_survive(tmp_path):
+    opt, trainable, opt_state = moved_state()
+    open_folder(tmp_path).save(3, (trainable, opt_state), position={"at": [1, 2]}, counts={"n": 5})
+    found = open_folder(tmp_path).restore((abstract(trainable), abstract(opt_state)))
+    assert_same_bits((found.trainable, found.opt_state), (trainable, opt_state))
+    assert (found.meta.step, found.meta.position, found.meta.counts) == (
+        3,
+        {"at": [1, 2]},
+        {"n": 5},
+    )
+    counts = [int(leaf) for leaf in jax.tree.leaves(found.opt_state) if leaf.ndim == 0]
+    # Adam's own count and the schedule's.
+    assert counts == [3, 3]
+    moments = [leaf for leaf in jax.tree.leaves(found.opt_state) if leaf.ndim]
+    assert len(moments) == 4
+    assert all(float(jnp.abs(leaf).max()) > 0 for leaf in moments)
+    grads = jax.tree.map(jnp.sin, trainable)
+    assert_same_bits(
+        opt.update(grads, found.opt_state, found.trainable), opt.update(grads, opt_state, trainable)
+    )
+
+
+def test_nnx_states_and_other_dtypes_survive(tmp_path):
+    from flax import nnx
+
+    trainable = nnx.state(nnx.Linear(3, 4, rngs=nnx.Rngs(0)))
+    odd = {
+        "bf16": jnp.array([1.5, -0.0, jnp.nan], jnp.bfloat16),
+        "flag": jnp.array([True, False]),
+        "int8": jnp.array([-3, 4], jnp.int8),
+    }
+    open_folder(tmp_path).save(1, (trainable, odd), position={})
+    found = open_folder(tmp_path).restore((trainable, odd))
+    assert_same_bits((found.trainable, found.opt_state), (trainable, odd))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_restores_to_another_sharding(tmp_path, axis_type):
+    devices = np.array(jax.devices())
+    value = np.arange(64, dtype=np.float32).reshape(8, 8)
+
+    def on(mesh, spec):
+        return {"kernel": jax.device_put(value, NamedSharding(mesh, spec))}
+
+    four = Mesh(devices[:4], ("fsdp",), axis_types=(axis_type,))
+    eight = Mesh(devices.reshape(4, 2), ("fsdp", "tensor"), axis_types=(axis_type,) * 2)
+    folder = open_folder(tmp_path)
+    folder.save(1, (on(four, P("fsdp")), {"count": jnp.int32(1)}), position={})
+    wanted = NamedSharding(eight, P("tensor", "fsdp"))
+    target = {"kernel": jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=wanted)}
+    found = folder.restore((target, {"count": jnp.int32(0)}))
+    assert found.trainable["kernel"].sharding == wanted
+    np.testing.assert_array_equal(found.trainable["kernel"], value)
+
+
+def test_an_empty_folder_restores_nothing(tmp_path):
+    folder = open_folder(tmp_path / "new" / "checkpoints")
+    assert folder.latest() is None
+    assert folder.restore(small_state()) is None
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path):
+    folder = open_folder(tmp_path, keep=2)
+    for step, loss in enumerate([None, 0.9, 0.4, 0.6, None, 0.5, None], start=1):
+        folder.save(step, small_state(step), position={}, eval_loss=loss)
+    assert folder.steps() == [3, 6, 7]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["3", "6", "7"]
+    assert folder.restore(small_state()).trainable["kernel"][0, 0] == 7
+
+
+def test_due(tmp_path):
+    thirds = open_folder(tmp_path, every=3)
+    assert [step for step in range(1, 7) if thirds.due(step)] == [3, 6]
+    assert not open_folder(tmp_path, every=0).due(3)
+
+
+def test_other_adapters_are_named(tmp_path):
+    saved = {"q": {"a": jnp.ones((3, 2)), "b": jnp.ones((2, 3))}, "k": {"a": jnp.ones((3, 2))}}
+    now = {"q": {"a": jnp.ones((3, 4)), "b": jnp.ones((2, 3))}, "v": {"a": jnp.ones((3, 2))}}
+    folder = open_folder(tmp_path)
+    folder.save(1, (saved, COUNT), position={})
+    with pytest.raises(InputError) as caught:
+        folder.restore((now, COUNT))
+    message = str(caught.value)
+    for words in (
+        "q.a was float32[3, 2] and is now float32[3, 4]",
+        "k.a is in the checkpoint only",
+        "v.a is not in the checkpoint",
+        "output_dir",
+    ):
+        assert words in message
+    assert "q.b" not in message
+    # A mistake of the user is no damage: the checkpoint stays.
+    assert folder.steps() == [1]
+
+
+def test_another_optimizer_is_named(tmp_path):
+    folder = open_folder(tmp_path)
+    folder.save(1, ({"a": jnp.ones(2)}, (jnp.ones(2), jnp.ones(2))), position={})
+    with pytest.raises(InputError, match="1 is in the checkpoint only"):
+        folder.restore(({"a": jnp.ones(2)}, (jnp.ones(2),)))
+
+
+def test_another_run_is_told_by_its_fingerprint(tmp_path):
+    open_folder(tmp_path, fingerprint={"seed": 1, "data": "x", "gone": None}).save(
+        1, small_state(), position={}
+    )
+    same = open_folder(tmp_path, fingerprint={"data": "x", "seed": 1})
+    assert same.restore(small_state()).meta.fingerprint["seed"] == 1
+    other = open_folder(tmp_path, fingerprint={"seed": 2, "data": "x"})
+    with pytest.raises(InputError, match="another run: seed was 1 and is now 2;"):
+        other.restore(small_state())
+
+
+def largest_file(folder: Path) -> Path:
+    return max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+
+
+def flip_a_byte(folder: Path) -> None:
+    file = largest_file(folder)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def cut_short(folder: Path) -> None:
+    file = largest_file(folder)
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def lose_meta(folder: Path) -> None:
+    (folder / "meta" / "metadata").unlink()
+
+
+def lose_opt_state(folder: Path) -> None:
+    import shutil
+
+    shutil.rmtree(folder / "opt_state")
+
+
+def break_json(folder: Path) -> None:
+    (folder / "meta" / "metadata").write_text('{"format": 1, "meta": {"st')
+
+
+@pytest.mark.parametrize("damage", [flip_a_byte, cut_short, lose_meta, lose_opt_state, break_json])
+def test_a_damaged_newest_one_is_passed_over_loudly(tmp_path, damage):
+    noise = {"kernel": jax.random.normal(jax.random.key(0), (64, 64))}
+    said = []
+    folder = open_folder(tmp_path, warn=said.append)
+    for step in (1, 2):
+        folder.save(step, (jax.tree.map(lambda x, s=step: x + s, noise), COUNT), position={})
+    damage(tmp_path / "2" / ("trainable" if damage in (flip_a_byte, cut_short) else ""))
+    found = folder.restore((noise, COUNT))
+    assert found.meta.step == 1
+    np.testing.assert_array_equal(found.trainable["kernel"], noise["kernel"] + 1)
+    assert len(said) == 1
+    assert str(tmp_path / "2") in said[0]
+    assert "damaged" in said[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2.corrupt"]
+    folder.save(2, (noise, COUNT), position={})
+    assert folder.restore((noise, COUNT)).meta.step == 2
+
+
+def test_wrong_values_are_found_even_if_the_storage_does_not_notice(tmp_path, monkeypatch):
+    folder = open_folder(tmp_path, warn=lambda _: None)
+    folder.save(1, small_state(), position={})
+    real = checkpoint._checksum
+    monkeypatch.setattr(checkpoint, "_checksum", lambda x: real(x) + 1)
+    with pytest.raises(InputError, match=r"no checkpoint in .* can be read"):
+        folder.restore(small_state())
+
+
+def test_checksum_sees_position_sign_and_every_bit():
+    x = np.random.default_rng(0).normal(size=(3, 5)).astype(np.float32)
+    seen = {int(checkpoint._checksum(jnp.array(x)))}
+    changed = [x[::-1], x[:, ::-1], -x, np.nextafter(x, np.float32(9))]
+    for bit in range(32):
+        y = x.copy()
+        y.view(np.uint32)[1, 2] ^= np.uint32(1 << bit)
+        changed.append(y)
+    seen |= {int(checkpoint._checksum(jnp.array(y))) for y in changed}
+    assert len(seen) == 1 + len(changed)
+
+
+def test_all_damaged_is_an_error_not_a_new_start(tmp_path):
+    folder = open_folder(tmp_path, warn=lambda _: None)
+    folder.save(4, small_state(), position={})
+    break_json(tmp_path / "4")
+    with pytest.raises(
+        InputError, match=r"steps \[4\], now named STEP.corrupt.*from the beginning"
+    ):
+        folder.restore(small_state())
+
+
+def test_leftovers_of_killed_saves_and_removals_are_cleaned(tmp_path):
+    for name in ("7.orbax-checkpoint-tmp", "7.orbax-checkpoint-tmp-123", "3.removed"):
+        (tmp_path / name / "trainable").mkdir(parents=True)
+    (tmp_path / "notes").mkdir()
+    folder = open_folder(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes"]
+    assert folder.latest() is None
+
+
+def test_a_removal_cut_short_leaves_no_half_checkpoint(tmp_path, monkeypatch):
+    def die(path):
+        raise KeyboardInterrupt
+
+    folder = open_folder(tmp_path, keep=1)
+    folder.save(1, small_state(1), position={})
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", die)
+    with pytest.raises(KeyboardInterrupt):
+        folder.save(2, small_state(2), position={})
+    monkeypatch.undo()
+    assert folder.steps() == [2]
+    assert open_folder(tmp_path).steps() == [2]
+    assert [path.name for path in tmp_path.iterdir()] == ["2"]
+
+
+CHILD = """
+    import os, resource, signal, sys
+    import jax.numpy as jnp
+    from lora_tune.checkpoint import Checkpoints
+    from lora_tune.errors import InputError
+
+    folder = Checkpoints(sys.argv[1], keep=3, every=1)
+    state = {"kernel": jnp.arange(65536.0) ** 0.5}, {"count": jnp.int32(3)}
+    folder.save(1, state, position={})
+    {interfere}
+    try:
+        folder.save(2, state, position={})
+    except InputError as error:
+        print(error)
+    print(sorted(os.listdir(sys.argv[1])))
+"""
+KILL_AT_RENAME = """
+    def hook(event, args):
+        if event == "os.rename" and str(args[1]).endswith("/2"):
+            os.kill(os.getpid(), signal.SIGKILL)
+    sys.addaudithook(hook)
+"""
+SMALL_DISK = "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))"
+
+
+def run_child(tmp_path, interfere):
+    code = textwrap.dedent(CHILD).replace("{interfere}", textwrap.dedent(interfere).strip())
+    env = os.environ | {"JAX_PLATFORMS": "cpu"}
+    return subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env=env,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_killed_just_before_the_last_rename_the_new_one_is_invisible(tmp_path):
+    done = run_child(tmp_path, KILL_AT_RENAME)
+    assert done.returncode == -9, done.stderr
+    assert len(list(tmp_path.iterdir())) == 2
+    folder = open_folder(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
+    assert folder.restore(({"kernel": jnp.zeros(65536)}, {"count": jnp.int32(0)})).meta.step == 1
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_the_earlier_one(tmp_path):
+    done = run_child(tmp_path, SMALL_DISK)
+    assert done.returncode == 0, done.stderr
+    message, listing = done.stdout.splitlines()
+    assert "checkpoint of step 2 could not be written" in message
+    assert "/2: File too large; free space" in message
+    assert "output_dir" in message
+    assert listing == "['1']"
+
+
+def test_impossible_settings_are_refused(tmp_path):
+    with pytest.raises(InputError, match="keep = 0"):
+        Checkpoints(tmp_path, keep=0, every=1)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot be used"):
+        Checkpoints(tmp_path / "file", keep=1, every=1)
