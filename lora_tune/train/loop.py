@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training loop: next batch, step, tripwires, log, evaluation, checkpoint, in this order.
+
+The first and the last step are logged, and every `log_every`-th. An evaluation is made before the
+first step of a new run, after every `eval_every` steps (0: never between) and at the end. A
+checkpoint is written when due, at the end, and after the step in progress on SIGINT or SIGTERM.
+
+Evaluations and checkpoints wait for the device; otherwise the numbers of a step are fetched,
+checked and logged while the next one runs. No state is saved before its step, and all before it,
+passed the tripwires and stand in the log.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lora_tune.errors import InputError
+from lora_tune.train import tripwires
+from lora_tune.train.metrics import MetricsLog
+
+Batch = Mapping[str, Any]
+State = tuple[Any, Any, Any]
+EvalFn = Callable[[Any, Any], Mapping[str, float]]
+
+
+class Data(Protocol):
+    """Batches that are a function of the step alone."""
+
+    def batches(self, start_step: int) -> Iterator[Batch]:
+        """Yields the batches of step start_step + 1, start_step + 2, …"""
+        ...
+
+    def position(self, step: int) -> Mapping[str, Any]:
+        """Describes, as JSON values, where the data stands after `step` steps."""
+        ...
+
+
+class Saver(Protocol):
+    """What the loop needs of `lora_tune.checkpoint.Checkpoints`."""
+
+    def due(self, step: int) -> bool:
+        """Whether to save after this step."""
+        ...
+
+    def save(
+        self,
+        step: int,
+        state: tuple[Any, Any],
+        *,
+        position: Mapping[str, Any],
+        counts: Mapping[str, int],
+        eval_loss: float | None,
+    ) -> Path:
+        """Writes a checkpoint and returns its folder."""
+        ...
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+      state: (trainable, opt_state, frozen) after `step` finished steps.
+      step: the last finished step.
+      counts: `total_tokens` and `total_trained_tokens` of the whole run.
+      interrupted: the name of the signal that ended the run early, or None.
+      checkpoint: the folder of the last checkpoint that this call wrote, or None.
+    """
+
+    state: State
+    step: int
+    counts: Mapping[str, int]
+    interrupted: str | None = None
+    checkpoint: Path | None = None
+
+
+def run(
+    *,
+    state: State,
+    step_fn: jax.stages.Wrapped,
+    data: Data,
+    place: Callable[[Batch], Any],
+    checkpoints: Saver,
+    metrics: MetricsLog,
+    schedule: Callable[[Any], jax.Array],
+    total_steps: int,
+    log_every: int,
+    seed: int,
+    start_step: int = 0,
+    counts: Mapping[str, int] | None = None,
+    eval_fn: EvalFn | None = None,
+    eval_every: int = 0,
+    adapter_norms: Callable[[Any], Mapping[str, float]] | None = None,
+) -> Outcome:
+    """Trains from `start_step` to `total_steps`; the module docstring says what happens when.
+
+    Args:
+      state: (trainable, opt_state, frozen) pytrees of arrays; the first two are donated.
+      step_fn: jitted `(trainable, opt_state, frozen, batch, key) -> (trainable, opt_state, out)`;
+        `out` has scalars loss, grad_norm, tokens, trained_tokens, and any others to log.
+      place: puts a batch of numpy arrays on the devices; the step itself may not transfer anything.
+      schedule: the learning rate after so many finished steps, for the log.
+      seed: step n gets the key `fold_in(key(seed), n)`.
+      counts: `Outcome.counts` of the checkpoint that the run goes on from.
+      eval_fn: `(trainable, frozen) -> {"eval_loss": …, …}` over the whole held-out set.
+      adapter_norms: `trainable -> {name: norm of B}`, for the tripwires; None without adapters.
+
+    Raises:
+      TripwireError: if training has gone wrong.
+      InputError: if the data ends early, or the disk does not take a checkpoint or a log line.
+    """
+    trainable, opt_state, frozen = state
+    tripwires.check_trainable(sum(leaf.size for leaf in jax.tree.leaves(trainable)))
+    log = _Log(metrics, schedule, total_steps, log_every, counts or {})
+    evaluate = _evaluator(eval_fn, log)
+    step, saved, stopped = start_step, None, None
+    if start_step == 0:
+        evaluate(0, trainable, frozen)
+
+    with _signals() as stop:
+        for step, batch in _numbered(data, start_step, total_steps):
+            inputs = place(batch), _step_key(seed, step, opt_state)
+            if step == start_step + 1:
+                log.compile(step_fn, trainable, opt_state, frozen, *inputs)
+            with jax.transfer_guard("disallow"):
+                trainable, opt_state, out = step_fn(trainable, opt_state, frozen, *inputs)
+
+            last, stopped = step == total_steps, stop.name
+            evaluating = last or _every(eval_every, step)
+            saving = last or stopped is not None or checkpoints.due(step)
+            log.add(step, out)
+            log.settle(all_steps=evaluating or saving or step == start_step + 1)
+            if adapter_norms and (saving or step == tripwires.ADAPTERS_MOVE_BY_STEP):
+                tripwires.check_adapters(step, adapter_norms(trainable))
+            eval_loss = evaluate(step, trainable, frozen) if evaluating else None
+            if saving:
+                now, at = (trainable, opt_state), data.position(step)
+                with log.paused():
+                    saved = checkpoints.save(
+                        step, now, position=at, counts=log.counts, eval_loss=eval_loss
+                    )
+            if stopped and not last:
+                metrics.note(f"{stopped}: stopped after step {step}, saved in {saved}")
+                break
+    early = stopped if step < total_steps else None
+    return Outcome((trainable, opt_state, frozen), step, log.counts, early, saved)
+
+
+class _Log:
+    """Fetches the numbers of finished steps, checks them, and writes the rows that are due."""
+
+    def __init__(
+        self,
+        metrics: MetricsLog,
+        schedule: Callable[[Any], jax.Array],
+        total_steps: int,
+        log_every: int,
+        counts: Mapping[str, int],
+    ) -> None:
+        self.metrics = metrics
+        self.counts = {
+            name: counts.get(name, 0) for name in ("total_tokens", "total_trained_tokens")
+        }
+        # All at once and from zero: no small computation waits in the device's queue later, and a
+        # continued run logs the very same numbers.
+        self._rates = np.asarray(jax.jit(jax.vmap(schedule))(jnp.arange(total_steps)))
+        self._logged = {1, total_steps}
+        self._log_every = log_every
+        self._pending: deque[tuple[int, Any]] = deque()
+        self._compile_seconds: float | None = None
+        self._restart_clock()
+
+    def compile(self, step_fn: jax.stages.Wrapped, *args: Any) -> None:
+        """Compiles ahead of the first call, which then finds the result in jit's own cache."""
+        begin = time.perf_counter()
+        step_fn.lower(*args).compile()
+        self._compile_seconds = time.perf_counter() - begin
+        self._restart_clock()
+
+    def add(self, step: int, out: Mapping[str, jax.Array]) -> None:
+        """Takes note of a step that was handed to the device."""
+        self._pending.append((step, out))
+
+    def settle(self, *, all_steps: bool) -> None:
+        """Waits for all pending steps, or for all but the newest, which may still run."""
+        while len(self._pending) > (0 if all_steps else 1):
+            step, out = self._pending.popleft()
+            values = {name: value.item() for name, value in jax.device_get(dict(out)).items()}
+            tripwires.check_step(step, values)
+            self.counts["total_tokens"] += int(values["tokens"])
+            self.counts["total_trained_tokens"] += int(values["trained_tokens"])
+            self._window_tokens += int(values["tokens"])
+            self._window_steps += 1
+            if step in self._logged or _every(self._log_every, step):
+                self.metrics.write(self._row(step, values))
+                self._restart_clock()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time spent in here is no training time."""
+        begin = time.perf_counter()
+        yield
+        self._begin += time.perf_counter() - begin
+
+    def _row(self, step: int, values: Mapping[str, float]) -> dict[str, Any]:
+        seconds = max(time.perf_counter() - self._begin, 1e-9)
+        row: dict[str, Any] = {
+            "step": step,
+            **values,
+            "learning_rate": float(self._rates[step - 1]),
+            **self.counts,
+            "tokens_per_second": self._window_tokens / seconds,
+            "seconds_per_step": seconds / self._window_steps,
+        }
+        if self._compile_seconds is not None:
+            row["compile_seconds"] = self._compile_seconds
+            self._compile_seconds = None
+        return row
+
+    def _restart_clock(self) -> None:
+        self._begin, self._window_tokens, self._window_steps = time.perf_counter(), 0, 0
+
+
+def _evaluator(eval_fn: EvalFn | None, log: _Log) -> Callable[[int, Any, Any], float | None]:
+    def evaluate(step: int, trainable: Any, frozen: Any) -> float | None:
+        if eval_fn is None:
+            return None
+        with log.paused():
+            found = {name: float(value) for name, value in eval_fn(trainable, frozen).items()}
+        tripwires.check_evaluation(step, found)
+        log.metrics.write({"step": step, **found})
+        return found["eval_loss"]
+
+    return evaluate
+
+
+def _numbered(data: Data, start_step: int, total_steps: int) -> Iterator[tuple[int, Batch]]:
+    done = start_step
+    steps = range(start_step + 1, total_steps + 1)
+    for done, batch in zip(steps, data.batches(start_step), strict=False):
+        yield done, batch
+    if done < total_steps:
+        raise InputError(
+            f"the data ended after step {done} of {total_steps}; "
+            "lower train.max_steps or give more examples in data.path"
+        )
+
+
+def _step_key(seed: int, step: int, opt_state: Any) -> jax.Array:
+    """The key of a step, on every device of the mesh that the state lives on."""
+    key = jax.random.fold_in(jax.random.key(seed), step)
+    for leaf in jax.tree.leaves(opt_state):
+        if isinstance(leaf.sharding, jax.sharding.NamedSharding):
+            spec = jax.sharding.PartitionSpec()
+            return jax.device_put(key, jax.sharding.NamedSharding(leaf.sharding.mesh, spec))
+    return key
+
+
+def _every(period: int, step: int) -> bool:
+    return period > 0 and step % period == 0
+
+
+class _Stop:
+    name: str | None = None
+
+
+@contextmanager
+def _signals() -> Iterator[_Stop]:
+    """Turns the first SIGINT or SIGTERM into a request; a second one ends the program at once."""
+    stop = _Stop()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def ask(number: int, _: Any) -> None:
+        if stop.name is not None:
+            raise KeyboardInterrupt
+        stop.name = signal.Signals(number).name
+        # Printing is not safe in a signal handler, a plain write is.
+        os.write(2, f"\n{stop.name}: finishing this step, then saving\n".encode())
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the numbers of a run go: `metrics.jsonl` first, then the terminal and wandb.
+
+One JSON object a line. Lines of a training step carry `loss`, lines of an evaluation `eval_loss`;
+`step` in either is the number of finished optimizer steps.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from lora_tune.errors import InputError
+
+Row = Mapping[str, Any]
+
+
+class Writer(Protocol):
+    """Something that shows rows as they come."""
+
+    def write(self, row: Row) -> None:
+        """Shows one row."""
+        ...
+
+    def note(self, sentence: str) -> None:
+        """Shows one sentence."""
+        ...
+
+    def close(self) -> None:
+        """Ends the display."""
+        ...
+
+
+class MetricsLog:
+    """The file `metrics.jsonl` of a run folder, and the writers that repeat it.
+
+    A row is on disk before `write` returns. Numbers that JSON cannot hold (NaN, infinities) are
+    written as null.
+
+    Args:
+      run_dir: the run folder; made if it does not exist.
+      resume_step: the step of the checkpoint that the run goes on from. Rows of later steps, and a
+        last line that a kill cut short, are removed, for the run will write them again. None starts
+        a new file.
+      writers: each row and note goes to these as well.
+
+    Raises:
+      InputError: if the file cannot be written, or a line before the last is not JSON.
+    """
+
+    def __init__(
+        self, run_dir: Path | str, *, resume_step: int | None, writers: Sequence[Writer] = ()
+    ) -> None:
+        self.path = Path(run_dir) / "metrics.jsonl"
+        self._writers = tuple(writers)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            kept = [] if resume_step is None else _rows_until(self.path, resume_step)
+            _replace(self.path, "".join(_line(row) for row in kept))
+            self._file = self.path.open("ab", buffering=0)
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
+
+    def write(self, row: Row) -> None:
+        """Appends one row, flushed to disk, and passes it to the writers."""
+        try:
+            data = memoryview(_line(row).encode())
+            while data:
+                data = data[self._file.write(data) :]
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
+        for writer in self._writers:
+            writer.write(row)
+
+    def note(self, sentence: str) -> None:
+        """Passes a sentence to the writers; it is not part of the file."""
+        for writer in self._writers:
+            writer.note(sentence)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """All rows of the file, those of an earlier part of the run included."""
+        return read_rows(self.path)
+
+    def __enter__(self) -> "MetricsLog":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the file and the writers."""
+        self._file.close()
+        for writer in self._writers:
+            writer.close()
+
+
+class Wandb:
+    """Repeats the rows to Weights & Biases; a run that goes on keeps its id.
+
+    Args:
+      run_dir: the run folder; wandb keeps its files in it.
+      project: the wandb project.
+      config: the resolved recipe as plain values.
+      mode: `offline` writes files that `wandb sync` can send later; `online` sends at once, with
+        the login that wandb itself finds.
+    """
+
+    def __init__(
+        self, run_dir: Path | str, *, project: str, config: Row, mode: str = "offline"
+    ) -> None:
+        import wandb
+
+        folder = Path(run_dir).absolute()
+        self._run = wandb.init(
+            project=project,
+            name=folder.name,
+            id=_run_id(folder),
+            resume="allow" if mode == "online" else None,
+            dir=str(folder),
+            config=dict(config),
+            mode=mode,  # pyright: ignore[reportArgumentType]
+            settings=wandb.Settings(
+                silent=True, console="off", save_code=False, disable_git=True, x_disable_stats=True
+            ),
+        )
+
+    def write(self, row: Row) -> None:
+        """Logs one row under its step; two rows of one step are joined by wandb."""
+        values = {key: value for key, value in row.items() if key != "step"}
+        self._run.log(values, step=row["step"])
+
+    def note(self, sentence: str) -> None:
+        """Sentences are for the terminal only."""
+
+    def close(self) -> None:
+        """Finishes the wandb run."""
+        self._run.finish()
+
+
+def read_rows(path: Path | str) -> list[dict[str, Any]]:
+    """Reads a `metrics.jsonl`; a last line that a kill cut short is left out.
+
+    Raises:
+      InputError: naming the first line before the last that is not a JSON object with a step.
+    """
+    path = Path(path)
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")
+    rows = []
+    # Whatever follows the last line break was never finished.
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            row = json.loads(line)
+            row["step"] = int(row["step"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise InputError(
+                f"line {number} of {path} is not a JSON object with a step; "
+                "mend or remove that line, or set another output_dir"
+            ) from error
+        rows.append(row)
+    return rows
+
+
+def _rows_until(path: Path, step: int) -> list[dict[str, Any]]:
+    return [row for row in read_rows(path) if row["step"] <= step]
+
+
+def _line(row: Row) -> str:
+    finite = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in row.items()
+    }
+    return json.dumps(finite, allow_nan=False) + "\n"
+
+
+def _replace(path: Path, text: str) -> None:
+    beside = path.with_name(f"{path.name}.new")
+    with beside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+
+
+def _run_id(folder: Path) -> str:
+    """A wandb id that is made once per run folder and kept in it."""
+    import uuid
+
+    path = folder / "wandb" / "lora_tune_run_id"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _replace(path, uuid.uuid4().hex[:16])
+    return path.read_text(encoding="utf-8").strip()
+
+
+def _unwritable(path: Path, error: OSError) -> InputError:
+    return InputError(
+        f"{path} cannot be written: {error.strerror or error}; "
+        "free space there or set another output_dir, then run the same command again"
+    )

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run shows: a live line in a terminal, plain lines where there is none."""
+
+import sys
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+_BAR = (
+    TextColumn("step"),
+    MofNCompleteColumn(),
+    BarColumn(bar_width=None),
+    TextColumn("{task.description}"),
+    TextColumn("ETA"),
+    TimeRemainingColumn(elapsed_when_finished=True, compact=True),
+)
+
+
+class Terminal:
+    """Shows rows of `MetricsLog` as progress, loss, tokens per second and time left.
+
+    Args:
+      total_steps: the last step of the run.
+      start_step: the step that the run goes on from; 0 for a new one.
+      stream: where to write. Unless it is a terminal, each row becomes one line of plain text.
+    """
+
+    def __init__(
+        self, *, total_steps: int, start_step: int = 0, stream: TextIO | None = None
+    ) -> None:
+        self._console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
+        self._total = total_steps
+        self._bar: Progress | None = None
+        if self._console.is_terminal:
+            self._bar = Progress(*_BAR, console=self._console)
+            self._task = self._bar.add_task("compiling", total=total_steps, completed=start_step)
+            self._bar.start()
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Shows the row of a training step or of an evaluation."""
+        if "eval_loss" in row:
+            self.note(describe(row, total_steps=self._total))
+        elif self._bar is None:
+            self._print(describe(row, total_steps=self._total))
+        else:
+            speed = f"loss {row['loss']:.4f}, {_speed(row)}"
+            self._bar.update(self._task, completed=row["step"], description=speed)
+
+    def note(self, sentence: str) -> None:
+        """Prints one sentence, above the live line where there is one."""
+        self._print(sentence)
+
+    def close(self) -> None:
+        """Leaves the live line as it stands."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, markup=False, emoji=False)
+
+
+def describe(row: Mapping[str, Any], *, total_steps: int) -> str:
+    """One line of plain text for a row, e.g. `step 10/200  loss 1.2345  …`."""
+    words = [f"step {row['step']}/{total_steps}"]
+    if "eval_loss" in row:
+        words.append(f"eval loss {row['eval_loss']:.4f}")
+        accuracy = row.get("eval_accuracy")
+        words += [] if accuracy is None else [f"eval accuracy {100 * accuracy:.2f} %"]
+        return "  ".join(words)
+    words += [
+        f"loss {row['loss']:.4f}",
+        f"grad norm {row['grad_norm']:.3g}",
+        f"learning rate {row['learning_rate']:.3g}",
+        _speed(row),
+    ]
+    if row["step"] < total_steps:
+        left = (total_steps - row["step"]) * row["seconds_per_step"]
+        words.append(f"ETA {clock(left)}")
+    if "compile_seconds" in row:
+        words.append(f"(compiled in {row['compile_seconds']:.1f} s)")
+    return "  ".join(words)
+
+
+def clock(seconds: float) -> str:
+    """Hours, minutes and seconds: `0:01:05`."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
+def _speed(row: Mapping[str, Any]) -> str:
+    return f"{row['tokens_per_second']:,.0f} tokens/s"

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+import io
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+
+from lora_tune.errors import InputError
+from lora_tune.train.metrics import MetricsLog, Wandb, read_rows
+from lora_tune.train.report import Terminal, clock
+
+TRAIN = {
+    "step": 10,
+    "loss": 1.25,
+    "grad_norm": 0.5,
+    "learning_rate": 1e-4,
+    "tokens_per_second": 1234.5,
+    "seconds_per_step": 2.0,
+}
+
+
+def write(run_dir, steps, *, resume_step=None):
+    log = MetricsLog(run_dir, resume_step=resume_step)
+    for step in steps:
+        log.write({"step": step, "loss": step / 3})
+    log.close()
+    return log
+
+
+def test_one_object_a_line_and_floats_survive_exactly(tmp_path):
+    log = write(tmp_path, [1, 2])
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"step": 1, "loss": 1 / 3},
+        {"step": 2, "loss": 2 / 3},
+    ]
+    assert log.rows() == [json.loads(line) for line in lines]
+
+
+def test_a_row_is_on_disk_before_write_returns(tmp_path):
+    log = MetricsLog(tmp_path, resume_step=None)
+    log.write({"step": 1, "loss": 1.0})
+    assert (tmp_path / "metrics.jsonl").read_bytes().endswith(b"\n")
+    log.close()
+
+
+def test_numbers_json_cannot_hold_become_null(tmp_path):
+    log = MetricsLog(tmp_path, resume_step=None)
+    log.write({"step": 1, "loss": math.nan, "grad_norm": -math.inf})
+    log.close()
+
+    def refuse(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    row = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
+    assert row == {"step": 1, "loss": None, "grad_norm": None}
+
+
+def test_resuming_removes_later_rows_and_a_torn_last_line(tmp_path):
+    write(tmp_path, [1, 2, 3, 4])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "lo')
+    log = write(tmp_path, [3], resume_step=2)
+    assert [row["step"] for row in log.rows()] == [1, 2, 3]
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_new_run_starts_a_new_file(tmp_path):
+    write(tmp_path, [0, 1])
+    assert [row["step"] for row in write(tmp_path, [0]).rows()] == [0]
+
+
+def test_a_broken_line_in_the_middle_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"loss": 2}\n{"step": 3}\n')
+    with pytest.raises(InputError, match=r"line 2 of .*metrics\.jsonl"):
+        MetricsLog(tmp_path, resume_step=3)
+    assert read_rows(tmp_path / "absent.jsonl") == []
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path):
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(InputError, match=r"metrics\.jsonl cannot be written.*output_dir"):
+        MetricsLog(tmp_path / "run", resume_step=None)
+
+
+def test_a_full_disk_is_one_sentence(tmp_path):
+    code = (
+        "import resource, sys\n"
+        "from lora_tune.train.metrics import MetricsLog\n"
+        "from lora_tune.errors import InputError\n"
+        "log = MetricsLog(sys.argv[1], resume_step=None)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))\n"
+        "try:\n"
+        "    for step in range(100): log.write({'step': step, 'loss': 1.0})\n"
+        "except InputError as error: print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert "cannot be written: File too large; free space" in done.stdout
+    rows = read_rows(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(len(rows)))
+    assert rows
+
+
+def test_without_a_terminal_each_row_is_a_plain_line(tmp_path):
+    stream = io.StringIO()
+    terminal = Terminal(total_steps=40, stream=stream)
+    log = MetricsLog(tmp_path, resume_step=None, writers=[terminal])
+    log.write(TRAIN | {"compile_seconds": 3.25})
+    log.write({"step": 10, "eval_loss": 0.75, "eval_accuracy": 0.5})
+    log.note("saved [here]")
+    log.close()
+    train, evaluation, note = stream.getvalue().splitlines()
+    assert train == (
+        "step 10/40  loss 1.2500  grad norm 0.5  learning rate 0.0001  1,234 tokens/s  "
+        "ETA 0:01:00  (compiled in 3.2 s)"
+    )
+    assert evaluation == "step 10/40  eval loss 0.7500  eval accuracy 50.00 %"
+    assert note == "saved [here]"
+
+
+def test_in_a_terminal_there_is_a_live_line(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+    stream = io.StringIO()
+    terminal = Terminal(total_steps=40, start_step=5, stream=stream)
+    terminal.write(TRAIN)
+    terminal.write({"step": 10, "eval_loss": 0.75})
+    terminal.close()
+    shown = stream.getvalue()
+    for words in ("10/40", "loss 1.2500", "1,234 tokens/s", "eval loss 0.7500", "ETA"):
+        assert words in shown
+    assert "\x1b[" in shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0:00:00"), (65, "0:01:05"), (36_061, "10:01:01")]
+)
+def test_clock(seconds, text):
+    assert clock(seconds) == text
+
+
+def test_wandb_is_offline_and_keeps_its_id(tmp_path):
+    ids = []
+    for step in (1, 2):
+        writer = Wandb(tmp_path, project="test", config={"lora": {"r": 4}})
+        ids.append(writer._run.id)
+        log = MetricsLog(tmp_path, resume_step=step, writers=[writer])
+        log.write({"step": step, "loss": 1.0})
+        log.close()
+    assert ids[0] == ids[1]
+    runs = [path for path in (tmp_path / "wandb").glob("offline-run-*") if path.is_dir()]
+    assert runs
+    assert all(path.name.endswith(ids[0]) for path in runs)
