@@ -300,7 +300,7 @@ def test_kill_9_at_any_moment_and_the_same_command_again(tmp_path):
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "XLA_FLAGS": ""}
 
     def start(name, wait):
-        command = [sys.executable, toy_problem.__file__, str(tmp_path / name), "60", "2", wait]
+        command = [sys.executable, toy_problem.__file__, str(tmp_path / name), "40", "2", wait]
         pipe = subprocess.PIPE
         return subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True)
 
@@ -325,10 +325,10 @@ def test_kill_9_at_any_moment_and_the_same_command_again(tmp_path):
     reference = start("whole", "0")
     for _ in range(2):
         kill_in_the_middle()
-    assert finish(start("killed", "0")).split() == ["60", "None"]
+    assert finish(start("killed", "0")).split() == ["40", "None"]
     finish(reference)
     assert rows_of(tmp_path / "killed") == rows_of(tmp_path / "whole")
-    assert len(rows_of(tmp_path / "whole")) == 60 + 13
+    assert len(rows_of(tmp_path / "whole")) == 40 + 9
     assert sorted(p.name for p in (tmp_path / "killed" / "checkpoints").iterdir()) == sorted(
         p.name for p in (tmp_path / "whole" / "checkpoints").iterdir()
     )
