@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Projections and the embedding: the modules whose kernels adapters attach to.
+
+A projection is one module with one parameter called `kernel`, so that a rule can target it by the
+module's path. Activations are flattened to two dimensions first: an adapter's gradient is then one
+2-D product, which compiles to markedly faster code than a contraction over batch and time.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from lora_tune.layers.weights import NORMAL, weight
+
+
+class Linear(nnx.Module):
+    """`y = x @ kernel`, kernel `[in, out]`, no bias.
+
+    The kernel is cast to the activations' dtype, so float32 parameters can be trained under
+    bfloat16 compute.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        axes: tuple[str | None, str | None],
+        dtype: DTypeLike,
+    ):
+        self.kernel = weight((in_features, out_features), dtype, axes=axes, init=NORMAL)
+
+    def __call__(self, x: jax.Array) -> jax.Array:  # [..., in] -> [..., out]
+        flat = x.reshape(-1, x.shape[-1])
+        kernel = self.kernel[...].astype(x.dtype)
+        y = jax.lax.dot_general(flat, kernel, (((1,), (0,)), ((), ())))
+        return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+class ExpertLinear(nnx.Module):
+    """One projection per expert, kernel `[E, in, out]`, applied to rows grouped by expert."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        in_features: int,
+        out_features: int,
+        *,
+        axes: tuple[str | None, str | None],
+        dtype: DTypeLike,
+    ):
+        shape = (num_experts, in_features, out_features)
+        self.kernel = weight(shape, dtype, axes=("expert", *axes), init=NORMAL)
+
+    def __call__(self, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        """Rows `[n, in]`, sorted by expert, `group_sizes [E]` of them each, -> `[n, out]`."""
+        return jax.lax.ragged_dot(x, self.kernel[...].astype(x.dtype), group_sizes)
+
+
+class Embed(nnx.Module):
+    """Token embedding `[V, D]`, which can also serve as the output head (tied weights)."""
+
+    def __init__(self, vocab_size: int, features: int, *, dtype: DTypeLike):
+        axes = ("vocab", "embed")
+        self.embedding = weight((vocab_size, features), dtype, axes=axes, init=NORMAL)
+
+    def __call__(self, tokens: jax.Array, dtype: DTypeLike) -> jax.Array:  # [B, T] -> [B, T, D]
+        return jnp.take(self.embedding[...], tokens, axis=0, mode="clip").astype(dtype)
+
+    def attend(self, x: jax.Array) -> jax.Array:  # [..., D] -> [..., V]
+        """Scores against every token: the output head of a model with tied embeddings."""
+        embedding = self.embedding[...].astype(x.dtype)
+        return jax.lax.dot_general(x, embedding, (((x.ndim - 1,), (1,)), ((), ())))

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Feed-forward layers: the gated MLP and the sparse mixture of experts.
+
+Routed experts run as grouped matmuls over rows sorted by expert (`jax.lax.ragged_dot`); no token is
+ever dropped. Inside a manual region with an expert axis, each device holds some experts: tokens are
+gathered over that axis, every device computes the share of its own experts, and the sums are
+scattered back. The experts themselves never move.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from lora_tune import sharding
+from lora_tune.layers.linear import ExpertLinear, Linear
+
+
+class MLP(nnx.Module):
+    """`down(silu(gate(x)) * up(x))`."""
+
+    def __init__(self, embed: int, hidden: int, *, dtype: DTypeLike):
+        self.gate_proj = Linear(embed, hidden, axes=("embed", "mlp"), dtype=dtype)
+        self.up_proj = Linear(embed, hidden, axes=("embed", "mlp"), dtype=dtype)
+        self.down_proj = Linear(hidden, embed, axes=("mlp", "embed"), dtype=dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Experts(nnx.Module):
+    """The routed experts: a gated MLP for each, on rows grouped by expert."""
+
+    def __init__(self, num_experts: int, embed: int, hidden: int, *, dtype: DTypeLike):
+        def linear(inner: int, outer: int, axes: tuple[str, str]) -> ExpertLinear:
+            return ExpertLinear(num_experts, inner, outer, axes=axes, dtype=dtype)
+
+        self.gate_proj = linear(embed, hidden, ("embed", "mlp"))
+        self.up_proj = linear(embed, hidden, ("embed", "mlp"))
+        self.down_proj = linear(hidden, embed, ("mlp", "embed"))
+
+    @property
+    def local_experts(self) -> int:
+        """Number of experts held here: all of them, or one device's share in a manual region."""
+        return self.gate_proj.kernel.shape[0]
+
+    def __call__(self, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        """Rows `[n, D]` sorted by expert, `group_sizes [E]` -> `[n, D]`."""
+        hidden = jax.nn.silu(self.gate_proj(x, group_sizes)) * self.up_proj(x, group_sizes)
+        return self.down_proj(hidden, group_sizes)
+
+
+def route(logits: jax.Array, top_k: int, *, normalise: bool) -> tuple[jax.Array, jax.Array]:
+    """Chooses experts: softmax over all in float32, the `top_k` largest, optionally renormalised.
+
+    Args:
+      logits: `[n, E]` router scores.
+      top_k: experts per token.
+      normalise: divide the chosen probabilities by their sum (`norm_topk_prob`).
+
+    Returns:
+      Weights `[n, top_k]` in the dtype of `logits`, and expert indices `[n, top_k]`.
+    """
+    weights, chosen = jax.lax.top_k(jax.nn.softmax(logits.astype(jnp.float32), axis=-1), top_k)
+    if normalise:
+        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    return weights.astype(logits.dtype), chosen
+
+
+def dispatch(x: jax.Array, weights: jax.Array, chosen: jax.Array, experts: Experts) -> jax.Array:
+    """Runs every token through its chosen experts and sums the results by weight.
+
+    Args:
+      x: tokens `[n, D]`.
+      weights: `[n, k]`.
+      chosen: global expert indices `[n, k]`.
+      experts: the experts; in a manual region, this device's share of them.
+
+    Returns:
+      `[n, D]`.
+    """
+    axis = sharding.manual_axis("expert")
+    local = experts.local_experts
+    if axis is None:
+        return _grouped(x, weights, chosen, experts, local)
+    x, weights, chosen = (
+        jax.lax.all_gather(a, axis, axis=0, tiled=True) for a in (x, weights, chosen)
+    )
+    chosen = chosen - jax.lax.axis_index(axis) * local
+    # Assignments to experts that live elsewhere go to an extra last group that no expert computes.
+    chosen = jnp.where((chosen >= 0) & (chosen < local), chosen, local)
+    y = _grouped(x, weights, chosen, experts, local)
+    return jax.lax.psum_scatter(y, axis, scatter_dimension=0, tiled=True)
+
+
+def _grouped(
+    x: jax.Array, weights: jax.Array, chosen: jax.Array, experts: Experts, groups: int
+) -> jax.Array:
+    n, top_k = chosen.shape
+    flat = chosen.reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    position = jnp.zeros_like(order).at[order].set(jnp.arange(n * top_k, dtype=order.dtype))
+    group_sizes = jnp.bincount(flat, length=groups + 1)[:groups].astype(jnp.int32)
+    # Rows past the last group are nobody's: their contents are unspecified in a grouped matmul.
+    ours = (jnp.arange(n * top_k) < jnp.sum(group_sizes))[:, None]
+    rows = jnp.where(ours, x[order // top_k], 0)
+    y = jnp.where(ours, experts(rows, group_sizes), 0)
+    return jnp.einsum("nkd,nk->nd", y[position].reshape(n, top_k, -1), weights)
+
+
+class SparseMoe(nnx.Module):
+    """Routed experts plus a shared expert behind a sigmoid gate."""
+
+    def __init__(
+        self,
+        embed: int,
+        *,
+        num_experts: int,
+        top_k: int,
+        hidden: int,
+        shared_hidden: int,
+        normalise: bool,
+        dtype: DTypeLike,
+    ):
+        self.gate = Linear(embed, num_experts, axes=("embed", None), dtype=dtype)
+        self.experts = Experts(num_experts, embed, hidden, dtype=dtype)
+        self.shared_expert = MLP(embed, shared_hidden, dtype=dtype)
+        self.shared_expert_gate = Linear(embed, 1, axes=("embed", None), dtype=dtype)
+        self.top_k = top_k
+        self.normalise = normalise
+
+    def __call__(self, x: jax.Array) -> jax.Array:  # [B, T, D] -> [B, T, D]
+        flat = x.reshape(-1, x.shape[-1])
+        weights, chosen = route(self.gate(flat), self.top_k, normalise=self.normalise)
+        routed = dispatch(flat, weights, chosen, self.experts)
+        shared = jax.nn.sigmoid(self.shared_expert_gate(flat)) * self.shared_expert(flat)
+        return (routed + shared).reshape(x.shape)

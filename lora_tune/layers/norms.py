@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RMS normalisation, computed in float32 whatever the activations' dtype."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from lora_tune.layers.weights import ONES, ZEROS, weight
+
+
+def rms_normalise(x: jax.Array, eps: float) -> jax.Array:
+    """`x / sqrt(mean(x^2) + eps)` over the last axis, in float32."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+
+
+def _scale(x: jax.Array, weight: jax.Array) -> jax.Array:
+    return x * weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
+
+
+class RMSNorm(nnx.Module):
+    """`normalise(x) * (1 + weight)`: the weight is zero-centred, as stored in the checkpoint."""
+
+    def __init__(self, features: int, *, eps: float, dtype: DTypeLike):
+        self.weight = weight((features,), dtype, axes=(None,), init=ZEROS)
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return _scale(
+            rms_normalise(x, self.eps), 1.0 + self.weight[...].astype(jnp.float32)
+        ).astype(x.dtype)
+
+
+class GatedRMSNorm(nnx.Module):
+    """`normalise(x) * weight * silu(gate)`: a plain weight, and the gate in float32."""
+
+    def __init__(self, features: int, *, eps: float, dtype: DTypeLike):
+        self.weight = weight((features,), dtype, axes=(None,), init=ONES)
+        self.eps = eps
+
+    def __call__(self, x: jax.Array, gate: jax.Array) -> jax.Array:
+        # The Hugging Face module rounds the weighted product to the input dtype before the gate.
+        y = _scale(rms_normalise(x, self.eps).astype(x.dtype), self.weight[...])
+        return (y * jax.nn.silu(gate.astype(jnp.float32))).astype(x.dtype)

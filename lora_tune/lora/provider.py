@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Qwix provider that gives projections their adapters, routed experts included.
+
+Qwix runs the model once with `jax.lax.dot_general` (and here also `jax.lax.ragged_dot`)
+intercepted. When the call comes from a projection that a rule names, the provider creates A and B
+on that module, and from then on adds `x @ A @ B * scale` to the product. Because the call happens
+while a scan body is traced, the new parameters belong to one layer; the scan engine stacks them.
+
+Differences from the stock provider, each for a reason:
+
+* Only projection modules are intercepted, and only on their own kernel: no guessing by shape.
+* Adapters are float32 whatever the base, and A starts as U(-1/sqrt(in), 1/sqrt(in)), as in PEFT;
+  the trace only declares it, `inject` draws it per Hugging Face module.
+* Experts get an A and a B each.
+* The scale is a variable with one value per layer, so that `alpha_pattern`, `rank_pattern` and
+  `layers_to_transform` may differ between layers that share a stack.
+* Dropout acts only while the module carries a `dropout` random stream: training sets one,
+  evaluation does not.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import qwix
+from flax import nnx
+from qwix._src.utils import flax_util
+
+from lora_tune.layers.linear import ExpertLinear, Linear
+from lora_tune.layers.weights import ONES, ZEROS, uniform
+
+
+class LoRAScale(nnx.Variable):
+    """`alpha / r` (or `alpha / sqrt(r)`) of one adapter, a float32 scalar; never trained."""
+
+
+class AdapterProvider(qwix.LoraProvider):
+    """Adds adapters to the kernels of `Linear` and `ExpertLinear` modules that a rule matches."""
+
+    def get_intercept_map(self) -> Mapping[str, Callable]:
+        """The two operations that projections are made of."""
+        return {
+            "jax.lax.dot_general": self.dot_general,
+            "jax.lax.ragged_dot": self.ragged_dot,
+        }
+
+    def dot_general(self, lhs: jax.Array, rhs: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
+        """`lhs @ rhs`, plus the adapter's share where `rhs` is an adapted kernel `[in, out]`."""
+        y = jax.lax.dot_general(lhs, rhs, *args, **kwargs)
+        module = self._adapted_module("dot_general", rhs)
+        if module is None:
+            return y
+        return y + _delta(module, lhs, lambda x, w: jnp.dot(x, w)).astype(y.dtype)
+
+    def ragged_dot(
+        self, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *args: Any, **kwargs: Any
+    ) -> jax.Array:
+        """Grouped product, plus each expert's own adapter on its rows."""
+        y = jax.lax.ragged_dot(lhs, rhs, group_sizes, *args, **kwargs)
+        module = self._adapted_module("ragged_dot", rhs)
+        if module is None:
+            return y
+        product = lambda x, w: jax.lax.ragged_dot(x, w, group_sizes)  # noqa: E731
+        return y + _delta(module, lhs, product).astype(y.dtype)
+
+    def _adapted_module(self, op: str, rhs: jax.Array) -> Any:
+        """The projection whose kernel `rhs` is, with its adapter, if a rule names it."""
+        module = flax_util.get_current_module()
+        if not isinstance(module, Linear | ExpertLinear) or rhs.shape != module.kernel.shape:
+            return None
+        rule, _ = self._get_current_rule_and_op_id(op, only_rule=True)
+        if rule is None:
+            return None
+        module.lora_dropout = rule.dropout
+        if not hasattr(module, "kernel_lora_a"):
+            _create_adapter(module, rule.rank)
+        return module
+
+
+def _create_adapter(module: Any, rank: int) -> None:
+    """Puts A, B and their scale beside the kernel; `lora_tune.lora.inject` fills A."""
+    *experts, inner, outer = module.kernel.shape
+    *lead, in_axis, out_axis = module.kernel.get_metadata()["axes"]
+    a = jnp.zeros((*experts, inner, rank), jnp.float32)
+    b = jnp.zeros((*experts, rank, outer), jnp.float32)
+    module.kernel_lora_a = nnx.LoRAParam(a, axes=(*lead, in_axis, None), init=uniform(inner**-0.5))
+    module.kernel_lora_b = nnx.LoRAParam(b, axes=(*lead, None, out_axis), init=ZEROS)
+    module.kernel_lora_scale = LoRAScale(jnp.ones((), jnp.float32), axes=(), init=ONES)
+
+
+def _delta(module: Any, x: jax.Array, product: Callable) -> jax.Array:
+    """`dropout(x) @ A * scale @ B`, in the dtype of the activations."""
+    x = _dropout(module, x)
+    low = product(x, module.kernel_lora_a[...].astype(x.dtype))
+    low = low * module.kernel_lora_scale[...].astype(x.dtype)
+    return product(low, module.kernel_lora_b[...].astype(x.dtype))
+
+
+def _dropout(module: Any, x: jax.Array) -> jax.Array:
+    rngs, rate = module.qwix_rngs, module.lora_dropout
+    if not rate or rngs is None or "dropout" not in rngs:
+        return x
+    kept = jax.random.bernoulli(rngs.dropout(), 1.0 - rate, x.shape)
+    return jnp.where(kept, x / (1.0 - rate), 0).astype(x.dtype)

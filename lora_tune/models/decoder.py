@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decoder: embedding, layers through the scan engine, final norm and head.
+
+A family supplies its configuration, its layer module and its table of tensors; everything about
+stacking, remat, caching the plan and the chunked loss is here, once.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from lora_tune import scan
+from lora_tune.hf.table import Row
+from lora_tune.layers.linear import Embed, Linear
+from lora_tune.layers.norms import RMSNorm
+
+
+class Config(Protocol):
+    """What the decoder reads of a family's configuration."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_hidden_layers(self) -> int: ...
+    @property
+    def rms_norm_eps(self) -> float: ...
+    @property
+    def tie_word_embeddings(self) -> bool: ...
+    def layer_kinds(self) -> Sequence[Hashable]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """One model family: how to read its configuration, build a layer and name its tensors.
+
+    Attributes:
+      read_config: Hugging Face `config.json` as a dict -> configuration; raises InputError naming
+        a field that asks for something the family's layers do not do.
+      make_layer: `(config, kind, dtype=) -> layer`, called as `layer(h, LayerInputs)`.
+      layer_rows, top_rows, ignored, layer_prefix: see `lora_tune.hf.table`.
+      not_adaptable: layer paths of projections that never carry an adapter, e.g. routers.
+    """
+
+    read_config: Callable[[Mapping[str, Any]], Any]
+    make_layer: Callable[..., nnx.Module]
+    layer_rows: Sequence[Row]
+    top_rows: Sequence[Row]
+    ignored: Sequence[tuple[str, str]]
+    not_adaptable: Sequence[str] = ()
+    layer_prefix: str = "model.layers.{i}."
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerInputs:
+    """What every layer sees beside the hidden states.
+
+    Attributes:
+      segment_ids: int32 `[B, T]`; 0 is padding, equal ids are one document.
+      positions: int32 `[B, T]`, restarting at 0 in every document.
+    """
+
+    segment_ids: jax.Array
+    positions: jax.Array
+
+
+class Block(nnx.Module):
+    """One repetition of the layer cycle: runs of equal layers, each its own stack."""
+
+    def __init__(self, runs: Sequence[nnx.Module]):
+        self.runs = nnx.List(runs)
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderOptions:
+    """How a decoder is laid out and run; none of it changes the function it computes.
+
+    Attributes:
+      dtype: dtype of activations.
+      param_dtype: dtype of the weights.
+      scan_layers: run repeated layers as stacks under `jax.lax.scan`; False unrolls them.
+      param_scan_axis: position of the stack axes in each weight.
+      remat: "full" keeps only each layer's input for the backward pass, "none" everything.
+      loss_chunk: number of tokens whose logits exist at a time when targets are given.
+    """
+
+    dtype: DTypeLike = jnp.float32
+    param_dtype: DTypeLike = jnp.float32
+    scan_layers: bool = True
+    param_scan_axis: int = 0
+    remat: str = "full"
+    loss_chunk: int = 512
+
+
+def segment_positions(segment_ids: jax.Array) -> jax.Array:
+    """Positions `[B, T]` that restart at 0 wherever the segment id changes."""
+    index = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None, :]
+    changed = segment_ids[:, 1:] != segment_ids[:, :-1]
+    starts = jnp.pad(jnp.where(changed, index[:, 1:], 0), ((0, 0), (1, 0)))
+    return index - jax.lax.cummax(starts, axis=1)
+
+
+class Decoder(nnx.Module):
+    """A causal language model of any family, built abstract (shapes only).
+
+    Weights come from `lora_tune.hf.load` or `lora_tune.models.initial`. Shapes: B batch, T time,
+    V vocabulary.
+    """
+
+    def __init__(self, family: Family, config: Config, options: DecoderOptions):
+        self.family = family
+        self.config = config
+        self.options = options
+        self.plan = scan.plan_layers(config.layer_kinds(), scan=options.scan_layers)
+        dtype = options.param_dtype
+        self.embed_tokens = Embed(config.vocab_size, config.hidden_size, dtype=dtype)
+        make = functools.partial(family.make_layer, config, dtype=dtype)
+        if options.scan_layers:
+            self._create_stacks(make)
+        else:
+            self.layers = nnx.List([make(run.kind) for run in self.plan.prefix])
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        if not config.tie_word_embeddings:
+            self.lm_head = Linear(
+                config.hidden_size,
+                config.vocab_size,
+                axes=("embed", "vocab"),
+                dtype=dtype,
+            )
+
+    def _create_stacks(self, make: Callable[..., nnx.Module]) -> None:
+        scan_axis = self.options.param_scan_axis
+
+        def stack_run(run: scan.Run) -> nnx.Module:
+            layer = make(run.kind)
+            return scan.create_stack(
+                layer, length=run.length, axis=scan.LAYER, scan_axis=scan_axis
+            )
+
+        plan = self.plan
+        self.prefix = nnx.List([stack_run(run) for run in plan.prefix])
+        if plan.blocks:
+            self.blocks = scan.create_stack(
+                Block([stack_run(run) for run in plan.cycle]),
+                length=plan.blocks,
+                axis=scan.BLOCK,
+                scan_axis=scan_axis,
+            )
+        self.suffix = nnx.List([stack_run(run) for run in plan.suffix])
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        *,
+        targets: jax.Array | None = None,
+    ) -> jax.Array | tuple[jax.Array, jax.Array]:
+        """Scores the next token, or the given targets.
+
+        Args:
+          tokens: int32 `[B, T]`.
+          segment_ids: int32 `[B, T]`; 0 is padding, and tokens of different ids never see each
+            other, in attention, convolution or recurrent state. Default: one document a row.
+          positions: int32 `[B, T]`; default: restarting at 0 wherever the segment id changes.
+          targets: int32 `[B, T]`, the token to score at each place.
+
+        Returns:
+          Logits `[B, T, V]` in the dtype of the activations; or, with `targets`, the pair of
+          negative log-likelihoods (float32 `[B, T]`) and whether the target is the most likely
+          token (bool `[B, T]`), computed without ever holding all logits.
+        """
+        if segment_ids is None:
+            segment_ids = jnp.ones_like(tokens)
+        if positions is None:
+            positions = segment_positions(segment_ids)
+        inputs = LayerInputs(segment_ids, positions)
+        h = self._embed(tokens)
+        h = self._run_layers(h, inputs)
+        h = self.norm(h)
+        if targets is not None:
+            return self._score(h, targets)
+        _, logits = scan.apply_stack(
+            self._head(), None, lambda head, _, x: (None, _project(head, x)), axis=None, xs=h, unshard=True
+        )
+        return logits
+
+    def _embed(self, tokens: jax.Array) -> jax.Array:
+        def look_up(embed: Any, _: None, tokens: jax.Array) -> tuple[None, jax.Array]:
+            return None, embed(tokens, self.options.dtype)
+
+        _, h = scan.apply_stack(
+            self.embed_tokens, None, look_up, axis=None, xs=tokens, unshard=True
+        )
+        return h
+
+    def _run_layers(self, h: jax.Array, inputs: LayerInputs) -> jax.Array:
+        options = self.options
+        common = {"remat": options.remat, "unshard": True, "scan_axis": options.param_scan_axis}
+
+        def run_layer(layer: Any, h: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return layer(h, inputs), None
+
+        def run_stacks(stacks: Sequence[nnx.Module], h: jax.Array) -> jax.Array:
+            for stack in stacks:
+                h, _ = scan.apply_stack(stack, h, run_layer, axis=scan.LAYER, **common)
+            return h
+
+        def run_block(block: Any, h: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return run_stacks(block.runs, h), None
+
+        if not options.scan_layers:
+            for layer in self.layers:
+                h, _ = scan.apply_stack(layer, h, run_layer, axis=None, **common)
+            return h
+        h = run_stacks(self.prefix, h)
+        if self.plan.blocks:
+            # The block is not rematerialised: each of its layers is.
+            h, _ = scan.apply_stack(
+                self.blocks, h, run_block, axis=scan.BLOCK, scan_axis=options.param_scan_axis
+            )
+        return run_stacks(self.suffix, h)
+
+    def _head(self) -> Any:
+        return self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
+
+    def _score(self, h: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Scores targets `[B, T]` chunk by chunk; a chunk's logits are recomputed going back."""
+        count = targets.size
+        chunk = min(self.options.loss_chunk, count)
+        chunks = -(-count // chunk)
+        padding = chunks * chunk - count
+        flat_h = jnp.pad(h.reshape(count, -1), ((0, padding), (0, 0)))
+        flat_targets = jnp.pad(targets.reshape(count), (0, padding))
+        xs = (flat_h.reshape(chunks, chunk, -1), flat_targets.reshape(chunks, chunk))
+        _, (nll, correct) = scan.apply_stack(
+            self._head(),
+            None,
+            _score_chunk,
+            axis="chunk",
+            xs=xs,
+            length=chunks,
+            remat="full",
+            unshard=True,
+        )
+        shape = targets.shape
+        return nll.reshape(-1)[:count].reshape(shape), correct.reshape(-1)[:count].reshape(shape)
+
+
+def _project(head: Linear | Embed, h: jax.Array) -> jax.Array:
+    return head.attend(h) if isinstance(head, Embed) else head(h)
+
+
+def _score_chunk(head: Any, _: None, chunk: tuple[jax.Array, jax.Array]) -> tuple[None, Any]:
+    h, targets = chunk
+    logits = _project(head, h).astype(jnp.float32)
+    picked = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
+    nll = jax.nn.logsumexp(logits, axis=-1) - picked
+    return None, (nll, jnp.argmax(logits, axis=-1) == targets)

@@ -1,0 +1,355 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen3-Next: three Gated DeltaNet layers, then one gated full-attention layer; sparse experts.
+
+Names follow `transformers.models.qwen3_next`, so that this file can be read beside it. Shapes:
+B batch, T time, D embed, N heads, K key (or kv) heads, V value heads, H head dim.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from lora_tune.errors import InputError
+from lora_tune.hf.table import Row
+from lora_tune.layers.attention import attention
+from lora_tune.layers.conv import causal_conv
+from lora_tune.layers.delta_net import gated_delta_rule
+from lora_tune.layers.linear import Linear
+from lora_tune.layers.moe import MLP, SparseMoe
+from lora_tune.layers.norms import GatedRMSNorm, RMSNorm
+from lora_tune.layers.rope import apply_rope, rope_frequencies
+from lora_tune.layers.weights import ONES, Initialiser, uniform, weight
+from lora_tune.layers.weights import ONES, Initialiser, uniform, weight
+from lora_tune.models.decoder import Family, LayerInputs
+
+LINEAR, FULL = "linear_attention", "full_attention"
+Kind = tuple[str, bool]
+"""(mixer, whether the feed-forward is a mixture of experts)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Qwen3NextConfig:
+    """The fields of `config.json` that shape the text model, under their own names."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    rope_theta: float
+    partial_rotary_factor: float
+    linear_conv_kernel_dim: int
+    linear_key_head_dim: int
+    linear_value_head_dim: int
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    decoder_sparse_step: int
+    moe_intermediate_size: int
+    shared_expert_intermediate_size: int
+    num_experts_per_tok: int
+    num_experts: int
+    norm_topk_prob: bool
+    mlp_only_layers: tuple[int, ...]
+    layer_types: tuple[str, ...]
+
+    def layer_kinds(self) -> tuple[Kind, ...]:
+        """The kind of every layer; equal kinds have equal parameter trees."""
+        return tuple((mixer, self._is_sparse(i)) for i, mixer in enumerate(self.layer_types))
+
+    def _is_sparse(self, i: int) -> bool:
+        on_step = self.num_experts > 0 and (i + 1) % self.decoder_sparse_step == 0
+        return on_step and i not in self.mlp_only_layers
+
+
+_DEFAULTS: Mapping[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "decoder_sparse_step": 1,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts_per_tok": 10,
+    "num_experts": 512,
+    "norm_topk_prob": True,
+}
+"""What transformers assumes for a field that `config.json` leaves out."""
+
+_ONLY: Mapping[str, Sequence[Any]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "attention_dropout": (0, 0.0),
+    "quantization_config": (None,),
+    "rope_scaling": (None,),
+}
+"""Fields that may ask for something these layers do not do, and the values that do not."""
+
+
+def read_config(hf: Mapping[str, Any]) -> Qwen3NextConfig:
+    """Reads a Hugging Face `config.json`.
+
+    Raises:
+      InputError: naming every field that is of the wrong type, contradictory, or asks for a
+        feature that the layers lack.
+    """
+    rope = dict(hf.get("rope_parameters") or {})
+    values = {name: hf.get(name, default) for name, default in _DEFAULTS.items()}
+    problems = [
+        f"{name} is {values[name]!r}, expected {type(default).__name__}"
+        for name, default in _DEFAULTS.items()
+        if not _has_type_of(values[name], default)
+    ]
+    problems += [
+        f"{name}={hf[name]!r} is not supported (only {' or '.join(map(repr, allowed))})"
+        for name, allowed in _ONLY.items()
+        if name in hf and hf[name] not in allowed
+    ]
+    if rope.get("rope_type", "default") != "default":
+        problems.append(f"rope_parameters.rope_type={rope['rope_type']!r} is not supported")
+    if problems:
+        raise InputError("config.json (qwen3_next): " + "; ".join(problems))
+    config = Qwen3NextConfig(
+        **values,
+        rope_theta=float(rope.get("rope_theta", hf.get("rope_theta", 10000.0))),
+        partial_rotary_factor=float(
+            rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 0.25))
+        ),
+        mlp_only_layers=tuple(hf.get("mlp_only_layers") or ()),
+        layer_types=_layer_types(hf, values["num_hidden_layers"]),
+    )
+    _check_sizes(config)
+    return config
+
+
+def _has_type_of(value: Any, example: Any) -> bool:
+    if isinstance(example, bool) or isinstance(value, bool):
+        return type(value) is type(example)
+    return isinstance(value, (int, float) if isinstance(example, float) else int)
+
+
+def _layer_types(hf: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
+    if hf.get("layer_types") is not None:
+        return tuple(hf["layer_types"])
+    interval = hf.get("full_attention_interval", 4)
+    return tuple(LINEAR if (i + 1) % interval else FULL for i in range(num_layers))
+
+
+def _check_sizes(c: Qwen3NextConfig) -> None:
+    rules = [
+        (
+            len(c.layer_types) == c.num_hidden_layers,
+            f"layer_types lists {len(c.layer_types)} layers, num_hidden_layers is "
+            f"{c.num_hidden_layers}",
+        ),
+        (
+            set(c.layer_types) <= {LINEAR, FULL},
+            f"layer_types may hold {LINEAR!r} and {FULL!r}, got {sorted(set(c.layer_types))}",
+        ),
+        (
+            c.num_attention_heads % c.num_key_value_heads == 0,
+            "num_attention_heads must be a multiple of num_key_value_heads",
+        ),
+        (
+            c.linear_num_value_heads % c.linear_num_key_heads == 0,
+            "linear_num_value_heads must be a multiple of linear_num_key_heads",
+        ),
+        (
+            c.num_experts == 0 or 0 < c.num_experts_per_tok <= c.num_experts,
+            "num_experts_per_tok must be between 1 and num_experts",
+        ),
+    ]
+    problems = [text for holds, text in rules if not holds]
+    if problems:
+        raise InputError("config.json (qwen3_next): " + "; ".join(problems))
+
+
+class GatedDeltaNet(nnx.Module):
+    """Linear attention by the gated delta rule, with a short causal convolution before it."""
+
+    def __init__(self, c: Qwen3NextConfig, *, dtype: DTypeLike):
+        key_dim = c.linear_num_key_heads * c.linear_key_head_dim
+        value_dim = c.linear_num_value_heads * c.linear_value_head_dim
+        d, heads = c.hidden_size, c.linear_num_value_heads
+        into, out_of = ("embed", "heads"), ("heads", "embed")
+        self.in_proj_qkvz = Linear(
+            d, 2 * key_dim + 2 * value_dim, axes=into, dtype=dtype
+        )
+        self.in_proj_ba = Linear(d, 2 * heads, axes=into, dtype=dtype)
+        self.conv1d = Conv(c.linear_conv_kernel_dim, 2 * key_dim + value_dim, dtype)
+        rates = Initialiser("log_uniform", 16.0)
+        self.A_log = weight((heads,), dtype, axes=(None,), init=rates)
+        self.dt_bias = weight((heads,), dtype, axes=(None,), init=ONES)
+        self.norm = GatedRMSNorm(c.linear_value_head_dim, eps=c.rms_norm_eps, dtype=dtype)
+        self.out_proj = Linear(value_dim, d, axes=out_of, dtype=dtype)
+        self.config = c
+
+    def __call__(self, x: jax.Array, inputs: LayerInputs) -> jax.Array:  # [B, T, D]
+        c = self.config
+        q, k, v, z = self._split_qkvz(self.in_proj_qkvz(x))
+        b, a = self._split_ba(self.in_proj_ba(x))
+        key_dim = q.shape[-1]
+        mixed, _ = causal_conv(
+            jnp.concatenate([q, k, v], axis=-1),
+            self.conv1d.kernel[...].astype(x.dtype),
+            segment_ids=inputs.segment_ids,
+        )
+        q, k, v = jnp.split(jax.nn.silu(mixed), [key_dim, 2 * key_dim], axis=-1)
+        heads = x.shape[:2]
+        rate = jnp.exp(self.A_log[...].astype(jnp.float32))[None, None, :]
+        step = jax.nn.softplus(
+            a.astype(jnp.float32) + self.dt_bias[...].astype(jnp.float32)[None, None, :]
+        )
+        y, _ = gated_delta_rule(
+            q.reshape(*heads, c.linear_num_key_heads, c.linear_key_head_dim),
+            k.reshape(*heads, c.linear_num_key_heads, c.linear_key_head_dim),
+            v.reshape(*heads, c.linear_num_value_heads, c.linear_value_head_dim),
+            -rate * step,
+            jax.nn.sigmoid(b),
+            segment_ids=inputs.segment_ids,
+        )
+        return self.out_proj(self.norm(y, z).reshape(*heads, -1))
+
+    def _split_qkvz(self, packed: jax.Array) -> tuple[jax.Array, ...]:
+        """Unpacks, per key head, `[q, k, values, gates]`; z comes as `[B, T, V, H]`."""
+        c = self.config
+        ratio = c.linear_num_value_heads // c.linear_num_key_heads
+        dk, dv = c.linear_key_head_dim, ratio * c.linear_value_head_dim
+        lead = packed.shape[:2]
+        grouped = packed.reshape(*lead, c.linear_num_key_heads, -1)
+        q, k, v, z = jnp.split(grouped, [dk, 2 * dk, 2 * dk + dv], axis=-1)
+        flat = [part.reshape(*lead, -1) for part in (q, k, v)]
+        return *flat, z.reshape(*lead, c.linear_num_value_heads, c.linear_value_head_dim)
+
+    def _split_ba(self, packed: jax.Array) -> tuple[jax.Array, jax.Array]:  # each [B, T, V]
+        lead = packed.shape[:2]
+        grouped = packed.reshape(*lead, self.config.linear_num_key_heads, -1)
+        b, a = jnp.split(grouped, 2, axis=-1)
+        return b.reshape(*lead, -1), a.reshape(*lead, -1)
+
+
+class Conv(nnx.Module):
+    """The weight of a depthwise causal convolution, kernel `[K, C]`."""
+
+    def __init__(self, width: int, channels: int, dtype: DTypeLike):
+        init = uniform(width**-0.5)
+        self.kernel = weight((width, channels), dtype, axes=(None, None), init=init)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with q/k norm, partial RoPE and a sigmoid gate on the output."""
+
+    def __init__(self, c: Qwen3NextConfig, *, dtype: DTypeLike):
+        n, k, h, d = c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.hidden_size
+        into, out_of = ("embed", "heads"), ("heads", "embed")
+        self.q_proj = Linear(d, 2 * n * h, axes=into, dtype=dtype)
+        self.k_proj = Linear(d, k * h, axes=into, dtype=dtype)
+        self.v_proj = Linear(d, k * h, axes=into, dtype=dtype)
+        self.o_proj = Linear(n * h, d, axes=out_of, dtype=dtype)
+        self.q_norm = RMSNorm(h, eps=c.rms_norm_eps, dtype=dtype)
+        self.k_norm = RMSNorm(h, eps=c.rms_norm_eps, dtype=dtype)
+        self.config = c
+
+    def __call__(self, x: jax.Array, inputs: LayerInputs) -> jax.Array:  # [B, T, D]
+        c = self.config
+        lead = x.shape[:2]
+        query_gate = self.q_proj(x).reshape(*lead, c.num_attention_heads, 2 * c.head_dim)
+        q, gate = jnp.split(query_gate, 2, axis=-1)
+        k = self.k_proj(x).reshape(*lead, c.num_key_value_heads, c.head_dim)
+        v = self.v_proj(x).reshape(*lead, c.num_key_value_heads, c.head_dim)
+        frequencies = rope_frequencies(int(c.head_dim * c.partial_rotary_factor), c.rope_theta)
+        q = apply_rope(self.q_norm(q), inputs.positions, frequencies)
+        k = apply_rope(self.k_norm(k), inputs.positions, frequencies)
+        y = attention(q, k, v, segment_ids=inputs.segment_ids, scale=c.head_dim**-0.5)
+        return self.o_proj((y * jax.nn.sigmoid(gate)).reshape(*lead, -1))
+
+
+class Layer(nnx.Module):
+    """Pre-norm residual layer: a mixer, then a feed-forward."""
+
+    def __init__(self, c: Qwen3NextConfig, kind: Kind, *, dtype: DTypeLike):
+        mixer, sparse = kind
+        d = c.hidden_size
+        self.input_layernorm = RMSNorm(d, eps=c.rms_norm_eps, dtype=dtype)
+        self.post_attention_layernorm = RMSNorm(d, eps=c.rms_norm_eps, dtype=dtype)
+        self.mixer = mixer
+        if mixer == LINEAR:
+            self.linear_attn = GatedDeltaNet(c, dtype=dtype)
+        else:
+            self.self_attn = Attention(c, dtype=dtype)
+        if sparse:
+            self.mlp = SparseMoe(
+                d,
+                num_experts=c.num_experts,
+                top_k=c.num_experts_per_tok,
+                hidden=c.moe_intermediate_size,
+                shared_hidden=c.shared_expert_intermediate_size,
+                normalise=c.norm_topk_prob,
+                dtype=dtype,
+            )
+        else:
+            self.mlp = MLP(d, c.intermediate_size, dtype=dtype)
+
+    def __call__(self, h: jax.Array, inputs: LayerInputs) -> jax.Array:  # [B, T, D]
+        mix = self.linear_attn if self.mixer == LINEAR else self.self_attn
+        h = h + mix(self.input_layernorm(h), inputs)
+        return h + self.mlp(self.post_attention_layernorm(h))
+
+
+def _projection(name: str) -> Row:
+    return Row(f"{name}.kernel", f"{name}.weight", "transpose")
+
+
+def _expert(name: str) -> Row:
+    return Row(f"mlp.experts.{name}.kernel", f"mlp.experts.{{e}}.{name}.weight", "transpose")
+
+
+def _plain(name: str) -> Row:
+    return Row(name, name)
+
+
+_MLP = ("gate_proj", "up_proj", "down_proj")
+
+FAMILY = Family(
+    read_config=read_config,
+    make_layer=Layer,
+    layer_rows=(
+        _plain("input_layernorm.weight"),
+        _plain("post_attention_layernorm.weight"),
+        *(_projection(f"linear_attn.{n}") for n in ("in_proj_qkvz", "in_proj_ba", "out_proj")),
+        Row("linear_attn.conv1d.kernel", "linear_attn.conv1d.weight", "conv"),
+        *(_plain(f"linear_attn.{name}") for name in ("A_log", "dt_bias", "norm.weight")),
+        *(_projection(f"self_attn.{n}") for n in ("q_proj", "k_proj", "v_proj", "o_proj")),
+        *(_plain(f"self_attn.{name}") for name in ("q_norm.weight", "k_norm.weight")),
+        _projection("mlp.gate"),
+        *(_expert(name) for name in _MLP),
+        *(_projection(f"mlp.shared_expert.{name}") for name in _MLP),
+        _projection("mlp.shared_expert_gate"),
+        *(_projection(f"mlp.{name}") for name in _MLP),
+    ),
+    top_rows=(
+        Row("embed_tokens.embedding", "model.embed_tokens.weight"),
+        Row("norm.weight", "model.norm.weight"),
+        Row("lm_head.kernel", "lm_head.weight", "transpose"),
+    ),
+    ignored=((r"mtp\..*", "multi-token prediction heads, which fine-tuning does not use"),),
+    not_adaptable=("mlp.gate",),
+)

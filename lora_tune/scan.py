@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scan engine: which layers repeat, stacks of layers, and the one function that runs them.
+
+A decoder is a list of layer kinds. `plan_layers` finds what repeats in it; `create_stack` builds
+layers whose parameters carry a leading (or `scan_axis`-th) stack axis; `apply_stack` runs such a
+stack with `jax.lax.scan`. Stacks nest: a block of runs is itself a stacked module whose call runs
+inner stacks.
+
+Three properties hold, and everything built on this file relies on them:
+
+* A scan body returns only variables that were **not** fed in. Frozen weights are scan inputs and
+  never scan outputs, so they are not stacked a second time; adapters that Qwix creates while the
+  body is traced do leave the scan, stacked, and are written back into the stacked module.
+* Every layer draws from its own random key, and sibling stacks from different ones.
+* A stack axis is found by its name in a variable's `axes`, never by position.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.experimental import xla_metadata
+
+from lora_tune import sharding
+
+BLOCK = "block"
+"""Name of the outer stack axis: one index per repetition of the layer cycle."""
+LAYER = "layer"
+"""Name of the inner stack axis: one index per layer of a run."""
+STACK_AXES = (BLOCK, LAYER)
+
+Call = Callable[[Any, Any, Any], tuple[Any, Any]]
+"""`(layer, carry, x) -> (carry, y)`, the body that `apply_stack` runs for each layer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Consecutive layers of one kind; `start` is the index of the first one (in block 0)."""
+
+    kind: Hashable
+    start: int
+    length: int
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerPlan:
+    """How a list of layers is cut into stacks.
+
+    The layers are, in order: the runs of `prefix`, `blocks` repetitions of the runs of `cycle`,
+    and the runs of `suffix`. With `scanned=False` each layer stands alone and `suffix` is unused.
+    """
+
+    prefix: tuple[Run, ...]
+    cycle: tuple[Run, ...]
+    blocks: int
+    suffix: tuple[Run, ...]
+    scanned: bool = True
+
+    @property
+    def cycle_length(self) -> int:
+        """Number of layers in one repetition of the cycle."""
+        return sum(run.length for run in self.cycle)
+
+    def stacks(self) -> dict[tuple[str | int, ...], np.ndarray]:
+        """Module path of every stack -> the index of the decoder layer at each stack position.
+
+        The array has one dimension per stack axis: none for a layer that stands alone, `[layer]`
+        for a run outside the cycle, `[block, layer]` for a run inside it.
+        """
+        if not self.scanned:
+            return {("layers", run.start): np.array(run.start) for run in self.prefix}
+        starts = np.arange(self.blocks)[:, None] * self.cycle_length
+        found: dict[tuple[str | int, ...], np.ndarray] = {}
+        for j, run in enumerate(self.prefix):
+            found["prefix", j] = run.start + np.arange(run.length)
+        for j, run in enumerate(self.cycle):
+            found["blocks", "runs", j] = run.start + starts + np.arange(run.length)[None, :]
+        for j, run in enumerate(self.suffix):
+            found["suffix", j] = run.start + np.arange(run.length)
+        return found
+
+
+def _runs(kinds: Sequence[Hashable], start: int, stop: int) -> tuple[Run, ...]:
+    runs: list[Run] = []
+    for i in range(start, stop):
+        if runs and runs[-1].kind == kinds[i]:
+            runs[-1] = dataclasses.replace(runs[-1], length=runs[-1].length + 1)
+        else:
+            runs.append(Run(kinds[i], i, 1))
+    return tuple(runs)
+
+
+def plan_layers(kinds: Sequence[Hashable], *, scan: bool = True) -> LayerPlan:
+    """Cuts a list of layer kinds into prefix, repeated cycle and suffix.
+
+    Among all ways to write the list as `prefix + blocks * cycle + suffix` with at least two
+    blocks, takes the one with the fewest runs, since each run is traced and compiled once; a list
+    in which nothing repeats becomes runs alone. Ties go to the shorter prefix, then to the
+    shorter cycle.
+
+    Args:
+      kinds: one hashable per layer; equal kinds have equal parameter trees.
+      scan: False gives every layer a stack of its own, run by a Python loop.
+    """
+    kinds = tuple(kinds)
+    n = len(kinds)
+    if not scan:
+        return LayerPlan(tuple(Run(k, i, 1) for i, k in enumerate(kinds)), (), 0, (), False)
+    best = LayerPlan(_runs(kinds, 0, n), (), 0, ())
+    fewest = len(best.prefix)
+    for start in range(n):
+        for length in range(1, (n - start) // 2 + 1):
+            cycle = kinds[start : start + length]
+            blocks = 1
+            while kinds[start + blocks * length : start + (blocks + 1) * length] == cycle:
+                blocks += 1
+            if blocks < 2:
+                continue
+            plan = LayerPlan(
+                _runs(kinds, 0, start),
+                _runs(kinds, start, start + length),
+                blocks,
+                _runs(kinds, start + blocks * length, n),
+            )
+            runs = len(plan.prefix) + len(plan.cycle) + len(plan.suffix)
+            if runs < fewest:
+                best, fewest = plan, runs
+    return best
+
+
+def _is_variable(node: Any) -> bool:
+    return isinstance(node, nnx.Variable)
+
+
+def _map_variables(f: Callable[[nnx.Variable], nnx.Variable], state: nnx.State) -> nnx.State:
+    return jax.tree.map(f, state, is_leaf=_is_variable)
+
+
+def _push_axis(variable: nnx.Variable, name: str, scan_axis: int) -> nnx.Variable:
+    """Names the leading axis of a freshly stacked variable and moves it to its place.
+
+    Its place is in front of the stack axes already there, or else `scan_axis` (at most the rank).
+    """
+    axes = variable.get_metadata().get("axes", ())
+    inner = [i for i, axis in enumerate(axes) if axis in STACK_AXES]
+    place = inner[0] if inner else min(scan_axis, len(axes))
+    value = variable.get_value()
+    if isinstance(value, jax.ShapeDtypeStruct):
+        shape = (*value.shape[1 : place + 1], value.shape[0], *value.shape[place + 1 :])
+        value = jax.ShapeDtypeStruct(shape, value.dtype)
+    else:
+        value = jnp.moveaxis(value, 0, place)
+    return variable.replace(value, axes=(*axes[:place], name, *axes[place:]))
+
+
+def _pop_axis(variable: nnx.Variable, name: str) -> nnx.Variable:
+    """Moves the axis called `name` to the front, for `scan` to slice, and drops its name."""
+    axes = variable.get_metadata()["axes"]
+    place = axes.index(name)
+    value = variable[...]
+    if place:
+        value = jnp.moveaxis(value, place, 0)
+    return variable.replace(value, axes=(*axes[:place], *axes[place + 1 :]))
+
+
+def create_stack(module: Any, *, length: int, axis: str, scan_axis: int = 0) -> Any:
+    """Makes a module of abstract weights into a stack of `length` such modules.
+
+    Args:
+      module: one layer, or a block of stacks; its variables are abstract.
+      length: number of modules in the stack.
+      axis: name of the new stack axis, inserted into every variable's `axes`.
+      scan_axis: position of the axis in each array (clipped to the array's rank).
+
+    Returns:
+      A module of the same structure with stacked variables. It is not callable as it stands:
+      `apply_stack` is what runs it.
+    """
+
+    def stacked(variable: nnx.Variable) -> nnx.Variable:
+        value = variable.get_value()
+        value = jax.ShapeDtypeStruct((length, *value.shape), value.dtype)
+        return _push_axis(variable.replace(value), axis, scan_axis)
+
+    graphdef, state = nnx.split(module)
+    return nnx.merge(graphdef, _map_variables(stacked, state))
+
+
+def _is_stacked(axis: str | None) -> Callable[[Any, Any], bool]:
+    """Filter for variables that carry the stack axis (all of them when there is none)."""
+    return lambda _, node: _is_variable(node) and (
+        axis is None or axis in node.get_metadata().get("axes", ())
+    )
+
+
+def _take_keys(module: nnx.Module, length: int | None) -> tuple[Any, Any]:
+    """Draws one key per stream and layer from a module's live `qwix_rngs`, then detaches them.
+
+    Drawing outside the scan advances the live streams, so sibling stacks get different keys.
+    """
+    rngs = getattr(module, "qwix_rngs", None)
+    if rngs is None:
+        return None, None
+    keys = {name: stream() for name, stream in rngs.items()}
+    if length is not None:
+        keys = {name: jax.random.split(key, length) for name, key in keys.items()}
+    module.set_attributes(qwix_rngs=None)
+    return rngs, keys
+
+
+@contextlib.contextmanager
+def _barrier(length: int | None) -> Iterator[None]:
+    """Keeps a scan of one step a loop in the compiled program, as a scheduling barrier."""
+    if length == 1:
+        with xla_metadata.set_xla_metadata(
+            **{"skip-simplify-while-loops_trip-count-one": "true"}
+        ):
+            yield
+    else:
+        yield
+
+
+def _rematerialise(body: Callable, remat: str, scanned: bool) -> Callable:
+    if remat == "none":
+        return body
+    # Inside a scan the loop itself keeps XLA from merging the two forward passes.
+    return jax.checkpoint(body, prevent_cse=not scanned)
+
+
+def _stack_length(stacked: nnx.State, axis: str) -> int:
+    for variable in jax.tree.leaves(stacked, is_leaf=_is_variable):
+        return variable.shape[variable.get_metadata()["axes"].index(axis)]
+    raise ValueError(f"a stack along {axis!r} has no variable with that axis")
+
+
+def apply_stack(
+    stack: nnx.Module,
+    carry: Any,
+    call: Call,
+    *,
+    axis: str | None,
+    xs: Any = None,
+    length: int | None = None,
+    remat: str = "none",
+    unshard: bool = False,
+    scan_axis: int = 0,
+) -> tuple[Any, Any]:
+    """Runs `carry, y = call(layer, carry, x)` over the layers of a stack.
+
+    Args:
+      stack: a module from `create_stack`; or any module, with `axis=None`, to run it once under
+        the same rules; or any module with an `axis` that no variable has and a `length`, to run
+        the same weights over several `xs`.
+      carry: what flows from layer to layer.
+      call: the body. It runs on a fresh module that belongs to the trace of the body.
+      axis: name of the stack axis to scan over, or None.
+      xs: per-layer inputs, leading axis of the stack's length (none when `axis` is None).
+      length: number of steps, where no variable carries the axis.
+      remat: "none", or "full" to keep only each layer's input for the backward pass.
+      unshard: where the trace runs inside a `sharding.manual` region, gather sharded weights by
+        hand: a layer's inside the rematerialised body, weights that all steps share before it.
+      scan_axis: where the stack axis of a variable born inside the body goes.
+
+    Returns:
+      The final carry and the stacked `y`s.
+    """
+    if axis is not None and length is None:
+        length = _stack_length(nnx.state(stack, _is_stacked(axis)), axis)
+    rngs, keys = _take_keys(stack, length)
+    graphdef, stacked, rest = nnx.split(stack, _is_stacked(axis), ...)
+    known = {path for path, _ in nnx.to_flat_state(stacked)}
+    known |= {path for path, _ in nnx.to_flat_state(rest)}
+    if axis is not None:
+        stacked = _map_variables(lambda v: _pop_axis(v, axis), stacked)
+    if unshard:
+        rest = _map_variables(sharding.unshard, rest)
+
+    def body(carry: Any, inputs: tuple[nnx.State, Any, Any]) -> tuple[Any, Any]:
+        weights, keys, x = inputs
+        if unshard:
+            weights = _map_variables(sharding.unshard, weights)
+        # copy: the variables must belong to this trace, not to the caller's.
+        layer = nnx.merge(graphdef, weights, rest, copy=True)
+        if keys is not None:
+            layer.set_attributes(qwix_rngs=nnx.Rngs(**keys))
+        carry, y = call(layer, carry, x)
+        if keys is not None:
+            layer.set_attributes(qwix_rngs=None)
+        born = [(p, v) for p, v in nnx.to_flat_state(nnx.state(layer)) if p not in known]
+        return carry, (nnx.from_flat_state(born), y)
+
+    body = _rematerialise(body, remat, scanned=axis is not None)
+    if axis is None:
+        carry, (born, ys) = body(carry, (stacked, keys, xs))
+    else:
+        with _barrier(length):
+            carry, (born, ys) = jax.lax.scan(body, carry, (stacked, keys, xs), length=length)
+        born = _map_variables(lambda v: _push_axis(v, axis, scan_axis), born)
+    if jax.tree.leaves(born):
+        nnx.update(stack, born)
+    if rngs is not None:
+        stack.set_attributes(qwix_rngs=rngs)
+    return carry, ys

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where every array lives: logical axis names, the table to mesh axes, and manual regions.
+
+Model code is single-device. Each parameter names its dimensions (`axes`), `RULES` maps those names
+to mesh axes, and the training step runs inside one `jax.shard_map` that is manual over `data`,
+`fsdp` and `expert` (the compiler handles `tensor`). Inside such a region the scan engine gathers a
+layer's weights right before use with `unshard`; routed experts stay where they are.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from lora_tune.errors import InputError
+
+MESH_AXES = ("data", "fsdp", "expert", "tensor")
+"""Mesh axes, slowest first: `tensor` neighbours talk most, so they are closest."""
+BATCH_AXES = ("data", "fsdp", "expert")
+"""Mesh axes over which the rows of a batch are spread; also the manual axes of the step."""
+
+RULES: Mapping[str, str] = {
+    "embed": "fsdp",
+    "expert": "expert",
+    "heads": "tensor",
+    "mlp": "tensor",
+    "vocab": "tensor",
+}
+"""Logical axis -> mesh axis. An axis that is not listed is replicated."""
+
+_MANUAL: ContextVar[Mapping[str, int]] = ContextVar("manual_axes", default={})
+
+
+def make_mesh(
+    *, data: int = 1, fsdp: int = 1, expert: int = 1, tensor: int = 1, devices: Sequence | None = None
+) -> Mesh:
+    """Builds the device mesh, with axes `data`, `fsdp`, `expert` and `tensor`.
+
+    Raises:
+      InputError: an axis is smaller than 1, or the product is not the number of devices.
+    """
+    sizes = {"data": data, "fsdp": fsdp, "expert": expert, "tensor": tensor}
+    wrong = [f"mesh.{name}={size}" for name, size in sizes.items() if size < 1]
+    if wrong:
+        raise InputError(f"{', '.join(wrong)}: a mesh axis is a number of devices, at least 1")
+    devices = list(jax.devices()) if devices is None else list(devices)
+    needed = int(np.prod(list(sizes.values())))
+    if needed > len(devices):
+        shape = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+        raise InputError(
+            f"mesh: {shape} needs {needed} devices, but {len(devices)} "
+            f"{'is' if len(devices) == 1 else 'are'} available; make the mesh axes multiply to at "
+            f"most {len(devices)}"
+        )
+    shape = tuple(sizes[name] for name in MESH_AXES)
+    return Mesh(np.array(devices[:needed]).reshape(shape), MESH_AXES)
+
+
+def spec(axes: Sequence[str | None], *, only: Sequence[str] = MESH_AXES) -> PartitionSpec:
+    """Partition spec of an array with these logical axes, over the mesh axes in `only`."""
+    mapped = [RULES.get(axis) if axis else None for axis in axes]
+    return PartitionSpec(*(axis if axis in only else None for axis in mapped))
+
+
+def named_sharding(mesh: Mesh, axes: Sequence[str | None]) -> NamedSharding:
+    """Sharding of an array with these logical axes on `mesh`."""
+    return NamedSharding(mesh, spec(axes))
+
+
+def check_divides(arrays: Mapping[str, tuple[Sequence[int], Sequence[str | None]]], mesh: Mesh):
+    """Checks that every sharded dimension divides by its mesh axis.
+
+    Args:
+      arrays: name -> (shape, logical axes).
+      mesh: the mesh.
+
+    Raises:
+      InputError: names the mesh axis, the first offending array and the sizes that would fit.
+    """
+    problems: dict[str, tuple[str, int, int]] = {}
+    for name, (shape, axes) in arrays.items():
+        for size, axis in zip(shape, axes, strict=True):
+            mesh_axis = RULES.get(axis) if axis else None
+            if mesh_axis and size % mesh.shape[mesh_axis]:
+                problems.setdefault(mesh_axis, (name, size, mesh.shape[mesh_axis]))
+    if problems:
+        parts = [
+            f"mesh.{axis}={count} does not divide {name} (size {size})"
+            for axis, (name, size, count) in problems.items()
+        ]
+        raise InputError("; ".join(parts) + "; choose mesh sizes that divide these dimensions")
+
+
+@contextlib.contextmanager
+def manual(mesh: Mesh) -> Iterator[None]:
+    """Marks a trace inside `shard_map` as manual over the batch axes of `mesh`."""
+    token = _MANUAL.set({axis: mesh.shape[axis] for axis in BATCH_AXES})
+    try:
+        yield
+    finally:
+        _MANUAL.reset(token)
+
+
+def manual_axis(name: str) -> str | None:
+    """`name`, if the trace is manual over that mesh axis and it has more than one device."""
+    return name if _MANUAL.get().get(name, 1) > 1 else None
+
+
+def gather(value: jax.Array, axes: Sequence[str | None]) -> jax.Array:
+    """Gathers an array over the manual mesh axes; the identity outside a manual region.
+
+    The expert axis is left sharded: tokens travel to the experts, not experts to the tokens.
+    """
+    for dim, axis in enumerate(axes):
+        mesh_axis = manual_axis(RULES.get(axis, "")) if axis else None
+        if mesh_axis and axis != "expert":
+            value = jax.lax.all_gather(value, mesh_axis, axis=dim, tiled=True)
+    return value
+
+
+def unshard(variable: nnx.Variable) -> nnx.Variable:
+    """`gather` of a parameter by its own axes."""
+    return variable.replace(gather(variable[...], variable.get_metadata().get("axes", ())))
