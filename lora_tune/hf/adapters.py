@@ -3,7 +3,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from flax import nnx
@@ -63,7 +63,10 @@ def scale_shape(leaf: Leaf) -> tuple[int, ...]:
 def flat_arrays(state: nnx.State | Mapping[Path, Any]) -> dict[Path, Any]:
     """Path -> array of a state, or of a mapping that is flat already."""
     flat = nnx.to_flat_state(state) if isinstance(state, nnx.State) else state.items()
-    return {tuple(path): v.get_value() if isinstance(v, nnx.Variable) else v for path, v in flat}
+    return {
+        cast(Path, tuple(path)): v.get_value() if isinstance(v, nnx.Variable) else v
+        for path, v in flat
+    }
 
 
 def collect_adapters(
@@ -80,14 +83,16 @@ def collect_adapters(
       ValueError: a variable of an adapter is missing, misplaced or of the wrong shape.
     """
     arrays = {p: v for p, v in flat_arrays(state).items() if p[-1] in (A, B, SCALE)}
-    homes = {(*leaf.path[:-1], name): leaf for leaf in leaves for name in (A, B, SCALE)}
+    homes: dict[Path, Leaf] = {
+        (*leaf.path[:-1], name): leaf for leaf in leaves for name in (A, B, SCALE)
+    }
     strays = [".".join(map(str, p)) for p in arrays if p not in homes or not homes[p].adaptable]
     if strays:
         raise ValueError(f"adapters beside no projection of the table: {', '.join(strays)}")
     adapters = {}
     for leaf in leaves:
-        base = leaf.path[:-1]
-        found = [np.asarray(arrays[(*base, n)]) for n in (A, B, SCALE) if (*base, n) in arrays]
+        beside: list[Path] = [(*leaf.path[:-1], name) for name in (A, B, SCALE)]
+        found = [np.asarray(arrays[path]) for path in beside if path in arrays]
         if found:
             _check_shapes(leaf, found)
             a, b, scale = (array.astype(np.float32) for array in found)

@@ -166,7 +166,7 @@ def write_header(
 def write_array(out: BinaryIO, array: np.ndarray) -> None:
     """Writes an array's bytes in row-major order."""
     flat = np.ascontiguousarray(array).reshape(-1)
-    out.write(memoryview(flat.view(np.uint8)))
+    out.write(flat.view(np.uint8).data)
 
 
 def nbytes(shape: tuple[int, ...], dtype: np.dtype) -> int:

@@ -55,10 +55,10 @@ def find_model(path: str, *, revision: str | None = None, weights: bool = True) 
 
 def _local(folder: Path) -> Source:
     """A folder; one in the hub's cache tells its id and commit by its path."""
-    parts = Path(os.path.abspath(folder)).parts
-    match = _SNAPSHOT.fullmatch(parts[-3]) if len(parts) >= 3 else None
-    if match and parts[-2] == "snapshots":
-        return Source(folder, f"{match['owner']}/{match['name']}", parts[-1])
+    full = Path(os.path.abspath(folder))
+    match = _SNAPSHOT.fullmatch(full.parent.parent.name)
+    if match and full.parent.name == "snapshots":
+        return Source(folder, f"{match['owner']}/{match['name']}", full.name)
     return Source(folder, None, None)
 
 

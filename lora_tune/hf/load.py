@@ -77,12 +77,12 @@ def check_tensors(checkpoint: Checkpoint, leaves: Sequence[Leaf], family: Family
     expected = {name: leaf.hf_shape for leaf in leaves for name in leaf.names.ravel()}
     present = checkpoint.tensors
     problems = [f"{name} is missing" for name in expected if name not in present]
-    tied = _tied_names(leaves, family)
+    head, embedding = _tied_names(leaves, family)
     for name, tensor in present.items():
         if name in expected:
             problems += _tensor_problems(tensor, expected[name])
-        elif name == tied[0]:
-            problems += _tied_problems(tensor, present.get(tied[1]))
+        elif name == head:
+            problems += _tied_problems(tensor, present.get(embedding))
         elif not any(re.fullmatch(pattern, name) for pattern, _ in family.ignored):
             problems.append(f"{name} in {tensor.file.name} is unknown to this model")
     raise_listed(f"{checkpoint.folder}: the checkpoint does not fit the model", problems)
@@ -91,11 +91,12 @@ def check_tensors(checkpoint: Checkpoint, leaves: Sequence[Leaf], family: Family
 def _load(
     leaf: Leaf, checkpoint: Checkpoint, dtype: np.dtype, sharding: jax.sharding.Sharding | None
 ) -> jax.Array:
-    def read(index: tuple[slice, ...]) -> np.ndarray:
-        return _read_slice(leaf, checkpoint, dtype, index)
+    def read(index: tuple[slice, ...] | None) -> np.ndarray:
+        whole = (slice(None),) * len(leaf.shape)
+        return _read_slice(leaf, checkpoint, dtype, whole if index is None else index)
 
     if sharding is None:
-        return jax.device_put(read((slice(None),) * len(leaf.shape)))
+        return jax.device_put(read(None))
     return jax.make_array_from_callback(leaf.shape, sharding, read)
 
 
@@ -110,7 +111,7 @@ def _read_slice(
     stacked = [ranges[i] for i in leaf.stack_axes]
     for cell in np.ndindex(*(len(r) for r in stacked)):
         source = tuple(r[i] for r, i in zip(stacked, cell, strict=True))
-        tensor = checkpoint.tensors[leaf.names[source]]
+        tensor = checkpoint.tensors[str(leaf.names[source])]
         with np.errstate(over="ignore"):  # an overflow is reported below, by name
             part = leaf.view.from_hf(tensor.array()[window]).astype(dtype)
         if not _is_finite(part):
@@ -143,12 +144,12 @@ def _tensor_problems(tensor: Tensor, shape: tuple[int, ...]) -> Iterator[str]:
         )
 
 
-def _tied_names(leaves: Sequence[Leaf], family: Family) -> tuple[str | None, str | None]:
-    """Names of head and embedding when the model has no head of its own."""
+def _tied_names(leaves: Sequence[Leaf], family: Family) -> tuple[str, str]:
+    """Names of head and embedding when the model has no head of its own, else empty."""
     theirs = {row.ours: row.theirs for row in family.top_rows}
     if any(leaf.dotted == _HEAD for leaf in leaves):
-        return None, None
-    return theirs.get(_HEAD), theirs.get(_EMBEDDING)
+        return "", ""
+    return theirs.get(_HEAD, ""), theirs.get(_EMBEDDING, "")
 
 
 def _tied_problems(head: Tensor, embedding: Tensor | None) -> list[str]:

@@ -4,9 +4,12 @@
 import json
 import os
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 from hf_cases import EVERYWHERE, deltas, leaves_of, random_adapters, tiny
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
@@ -132,6 +135,23 @@ def test_round_trip_is_bit_exact_in_every_layout(tmp_path, psa):
             assert set(ours) == set(theirs)
             for name, delta in ours.items():
                 np.testing.assert_array_equal(theirs[name], delta, err_msg=name)
+
+
+def test_a_sharded_state_is_gathered_whole(tmp_path, leaves):
+    lora = LoraConfig(r=4, target_modules=EVERYWHERE)
+    arrays = random_adapters(leaves, lora)
+    mesh = Mesh(np.array(jax.devices()).reshape(8), ("x",))
+    flat = {}
+    for path, array in arrays.items():
+        split = [n % 8 == 0 for n in array.shape]
+        axis = split.index(True) if any(split) else None
+        spec = PartitionSpec(*("x" if i == axis else None for i in range(array.ndim)))
+        flat[path] = nnx.LoRAParam(jax.device_put(array, NamedSharding(mesh, spec)))
+    save(nnx.from_flat_state(flat), leaves, lora, tmp_path / "sharded")
+    save(arrays, leaves, lora, tmp_path / "host")
+    for file in ("adapter_model.safetensors", "adapter_config.json"):
+        ours, theirs = (tmp_path / name / file for name in ("sharded", "host"))
+        assert ours.read_bytes() == theirs.read_bytes()
 
 
 def test_layers_of_shorter_rank_are_cut_and_padded_back(tmp_path, leaves):
