@@ -49,12 +49,9 @@ def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'lora_tune' has no attribute {name!r}")
     home = import_module(_HOMES[name])
-    # All names of a home at once: importing it also puts the subpackage `lora_tune.train` here,
-    # under the name of the function.
-    globals().update(
-        {each: getattr(home, each) for each in _HOMES if _HOMES[each] == home.__name__}
-    )
-    return globals()[name]
+    value = getattr(home, name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

@@ -193,8 +193,8 @@ def create_stack(module: Any, *, length: int, axis: str, scan_axis: int = 0) -> 
 
 def _is_stacked(axis: str | None) -> Callable[[Any, Any], bool]:
     """Filter for variables that carry the stack axis (all of them when there is none)."""
-    return lambda _, node: _is_variable(node) and (
-        axis is None or axis in node.get_metadata().get("axes", ())
+    return lambda _, node: (
+        _is_variable(node) and (axis is None or axis in node.get_metadata().get("axes", ()))
     )
 
 
@@ -217,9 +217,7 @@ def _take_keys(module: nnx.Module, length: int | None) -> tuple[Any, Any]:
 def _barrier(length: int | None) -> Iterator[None]:
     """Keeps a scan of one step a loop in the compiled program, as a scheduling barrier."""
     if length == 1:
-        with xla_metadata.set_xla_metadata(
-            **{"skip-simplify-while-loops_trip-count-one": "true"}
-        ):
+        with xla_metadata.set_xla_metadata(**{"skip-simplify-while-loops_trip-count-one": "true"}):
             yield
     else:
         yield

@@ -10,6 +10,7 @@ layer's weights right before use with `unshard`; routed experts stay where they 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from types import MappingProxyType
 
 import jax
 import numpy as np
@@ -32,11 +33,16 @@ RULES: Mapping[str, str] = {
 }
 """Logical axis -> mesh axis. An axis that is not listed is replicated."""
 
-_MANUAL: ContextVar[Mapping[str, int]] = ContextVar("manual_axes", default={})
+_MANUAL: ContextVar[Mapping[str, int]] = ContextVar("manual_axes", default=MappingProxyType({}))
 
 
 def make_mesh(
-    *, data: int = 1, fsdp: int = 1, expert: int = 1, tensor: int = 1, devices: Sequence | None = None
+    *,
+    data: int = 1,
+    fsdp: int = 1,
+    expert: int = 1,
+    tensor: int = 1,
+    devices: Sequence | None = None,
 ) -> Mesh:
     """Builds the device mesh, with axes `data`, `fsdp`, `expert` and `tensor`.
 

@@ -31,7 +31,8 @@ class Linear(nnx.Module):
     ):
         self.kernel = weight((in_features, out_features), dtype, axes=axes, init=NORMAL)
 
-    def __call__(self, x: jax.Array) -> jax.Array:  # [..., in] -> [..., out]
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps `[..., in]` to `[..., out]`."""
         flat = x.reshape(-1, x.shape[-1])
         kernel = self.kernel[...].astype(x.dtype)
         y = jax.lax.dot_general(flat, kernel, (((1,), (0,)), ((), ())))
@@ -65,7 +66,8 @@ class Embed(nnx.Module):
         axes = ("vocab", "embed")
         self.embedding = weight((vocab_size, features), dtype, axes=axes, init=NORMAL)
 
-    def __call__(self, tokens: jax.Array, dtype: DTypeLike) -> jax.Array:  # [B, T] -> [B, T, D]
+    def __call__(self, tokens: jax.Array, dtype: DTypeLike) -> jax.Array:
+        """Looks up `[B, T]` token ids: `[B, T, D]` in the given dtype."""
         return jnp.take(self.embedding[...], tokens, axis=0, mode="clip").astype(dtype)
 
     def attend(self, x: jax.Array) -> jax.Array:  # [..., D] -> [..., V]

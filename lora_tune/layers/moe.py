@@ -25,6 +25,7 @@ class MLP(nnx.Module):
         self.down_proj = Linear(hidden, embed, axes=("mlp", "embed"), dtype=dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps `[..., D]` to `[..., D]`."""
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -129,7 +130,8 @@ class SparseMoe(nnx.Module):
         self.top_k = top_k
         self.normalise = normalise
 
-    def __call__(self, x: jax.Array) -> jax.Array:  # [B, T, D] -> [B, T, D]
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps `[B, T, D]` to `[B, T, D]`."""
         flat = x.reshape(-1, x.shape[-1])
         weights, chosen = route(self.gate(flat), self.top_k, normalise=self.normalise)
         routed = dispatch(flat, weights, chosen, self.experts)

@@ -27,6 +27,7 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalises the last axis of `[..., D]`."""
         return _scale(
             rms_normalise(x, self.eps), 1.0 + self.weight[...].astype(jnp.float32)
         ).astype(x.dtype)
@@ -40,6 +41,7 @@ class GatedRMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array, gate: jax.Array) -> jax.Array:
+        """Normalises the last axis of `x` and multiplies by `silu(gate)`, both `[..., H]`."""
         # The Hugging Face module rounds the weighted product to the input dtype before the gate.
         y = _scale(rms_normalise(x, self.eps).astype(x.dtype), self.weight[...])
         return (y * jax.nn.silu(gate.astype(jnp.float32))).astype(x.dtype)

@@ -30,6 +30,13 @@ from lora_tune.sharding import named_sharding
 KERNEL, LORA_A, LORA_SCALE = "kernel", "kernel_lora_a", "kernel_lora_scale"
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Adaptation:
+    """What `add_lora` leaves on a decoder as `model.adapter`: the configuration, for exports."""
+
+    config: LoraConfig
+
+
 def adapter_filter(_: Any, node: Any) -> bool:
     """nnx filter for everything that injection adds: A, B and their scale."""
     return isinstance(node, nnx.LoRAParam | LoRAScale)
@@ -63,7 +70,9 @@ def add_lora(model: Any, config: LoraConfig, *, seed: int = 0) -> Any:
     mesh = _mesh_of(base)
     if not isinstance(jax.tree.leaves(base)[0], jax.ShapeDtypeStruct):
         adapters = _draw(adapters, leaves, stacks, seed, mesh)
-    return nnx.merge(graphdef, adapters, base, copy=True)
+    adapted = nnx.merge(graphdef, adapters, base, copy=True)
+    adapted.adapter = Adaptation(config)
+    return adapted
 
 
 def adapted_stacks(leaves: Iterable[Leaf], config: LoraConfig) -> dict[Path, StackTarget]:

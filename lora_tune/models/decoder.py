@@ -8,6 +8,7 @@ stacking, remat, caching the plan and the chunked loss is here, once.
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import jax
@@ -22,19 +23,17 @@ from lora_tune.layers.norms import RMSNorm
 
 
 class Config(Protocol):
-    """What the decoder reads of a family's configuration."""
+    """What the decoder reads of a family's configuration; fields of frozen dataclasses."""
 
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def num_hidden_layers(self) -> int: ...
-    @property
-    def rms_norm_eps(self) -> float: ...
-    @property
-    def tie_word_embeddings(self) -> bool: ...
-    def layer_kinds(self) -> Sequence[Hashable]: ...
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+
+    def layer_kinds(self) -> Sequence[Hashable]:
+        """The kind of every layer; equal kinds have equal parameter trees."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +69,23 @@ class LayerInputs:
 
     segment_ids: jax.Array
     positions: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Origin:
+    """Where a decoder came from: what exports copy and name.
+
+    Attributes:
+      model_type: of the Hugging Face configuration.
+      folder: the checkpoint on this machine.
+      base_name: hub id, or the folder where there is none.
+      commit: of the hub id.
+    """
+
+    model_type: str
+    folder: Path
+    base_name: str
+    commit: str | None
 
 
 class Block(nnx.Module):
@@ -117,6 +133,7 @@ class Decoder(nnx.Module):
 
     def __init__(self, family: Family, config: Config, options: DecoderOptions):
         self.family = family
+        self.origin: Origin | None = None
         self.config = config
         self.options = options
         self.plan = scan.plan_layers(config.layer_kinds(), scan=options.scan_layers)
@@ -141,9 +158,7 @@ class Decoder(nnx.Module):
 
         def stack_run(run: scan.Run) -> nnx.Module:
             layer = make(run.kind)
-            return scan.create_stack(
-                layer, length=run.length, axis=scan.LAYER, scan_axis=scan_axis
-            )
+            return scan.create_stack(layer, length=run.length, axis=scan.LAYER, scan_axis=scan_axis)
 
         plan = self.plan
         self.prefix = nnx.List([stack_run(run) for run in plan.prefix])
@@ -188,9 +203,7 @@ class Decoder(nnx.Module):
         h = self.norm(h)
         if targets is not None:
             return self._score(h, targets)
-        _, logits = scan.apply_stack(
-            self._head(), None, lambda head, _, x: (None, _project(head, x)), axis=None, xs=h, unshard=True
-        )
+        _, logits = scan.apply_stack(self._head(), None, _score_all, axis=None, xs=h, unshard=True)
         return logits
 
     def _embed(self, tokens: jax.Array) -> jax.Array:
@@ -257,6 +270,10 @@ class Decoder(nnx.Module):
 
 def _project(head: Linear | Embed, h: jax.Array) -> jax.Array:
     return head.attend(h) if isinstance(head, Embed) else head(h)
+
+
+def _score_all(head: Any, _: None, h: jax.Array) -> tuple[None, jax.Array]:
+    return None, _project(head, h)
 
 
 def _score_chunk(head: Any, _: None, chunk: tuple[jax.Array, jax.Array]) -> tuple[None, Any]:

@@ -50,9 +50,7 @@ def draw_leaf(leaf: Leaf, draw: Draw, seed: int, sharding: Sharding | None = Non
     return jax.make_array_from_callback(leaf.shape, sharding, part)
 
 
-def initialise(
-    model: Any, *, seed: int, shardings: Mapping[Path, Sharding] | None = None
-) -> Any:
+def initialise(model: Any, *, seed: int, shardings: Mapping[Path, Sharding] | None = None) -> Any:
     """Returns the abstract model with fresh weights.
 
     Args:

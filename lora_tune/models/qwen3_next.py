@@ -24,7 +24,6 @@ from lora_tune.layers.moe import MLP, SparseMoe
 from lora_tune.layers.norms import GatedRMSNorm, RMSNorm
 from lora_tune.layers.rope import apply_rope, rope_frequencies
 from lora_tune.layers.weights import ONES, Initialiser, uniform, weight
-from lora_tune.layers.weights import ONES, Initialiser, uniform, weight
 from lora_tune.models.decoder import Family, LayerInputs
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -190,9 +189,7 @@ class GatedDeltaNet(nnx.Module):
         value_dim = c.linear_num_value_heads * c.linear_value_head_dim
         d, heads = c.hidden_size, c.linear_num_value_heads
         into, out_of = ("embed", "heads"), ("heads", "embed")
-        self.in_proj_qkvz = Linear(
-            d, 2 * key_dim + 2 * value_dim, axes=into, dtype=dtype
-        )
+        self.in_proj_qkvz = Linear(d, 2 * key_dim + 2 * value_dim, axes=into, dtype=dtype)
         self.in_proj_ba = Linear(d, 2 * heads, axes=into, dtype=dtype)
         self.conv1d = Conv(c.linear_conv_kernel_dim, 2 * key_dim + value_dim, dtype)
         rates = Initialiser("log_uniform", 16.0)
@@ -202,7 +199,8 @@ class GatedDeltaNet(nnx.Module):
         self.out_proj = Linear(value_dim, d, axes=out_of, dtype=dtype)
         self.config = c
 
-    def __call__(self, x: jax.Array, inputs: LayerInputs) -> jax.Array:  # [B, T, D]
+    def __call__(self, x: jax.Array, inputs: LayerInputs) -> jax.Array:
+        """Mixes `[B, T, D]` over time."""
         c = self.config
         q, k, v, z = self._split_qkvz(self.in_proj_qkvz(x))
         b, a = self._split_ba(self.in_proj_ba(x))
@@ -268,7 +266,8 @@ class Attention(nnx.Module):
         self.k_norm = RMSNorm(h, eps=c.rms_norm_eps, dtype=dtype)
         self.config = c
 
-    def __call__(self, x: jax.Array, inputs: LayerInputs) -> jax.Array:  # [B, T, D]
+    def __call__(self, x: jax.Array, inputs: LayerInputs) -> jax.Array:
+        """Mixes `[B, T, D]` over time."""
         c = self.config
         lead = x.shape[:2]
         query_gate = self.q_proj(x).reshape(*lead, c.num_attention_heads, 2 * c.head_dim)
@@ -308,7 +307,8 @@ class Layer(nnx.Module):
         else:
             self.mlp = MLP(d, c.intermediate_size, dtype=dtype)
 
-    def __call__(self, h: jax.Array, inputs: LayerInputs) -> jax.Array:  # [B, T, D]
+    def __call__(self, h: jax.Array, inputs: LayerInputs) -> jax.Array:
+        """Runs the layer on `[B, T, D]`."""
         mix = self.linear_attn if self.mixer == LINEAR else self.self_attn
         h = h + mix(self.input_layernorm(h), inputs)
         return h + self.mlp(self.post_attention_layernorm(h))

@@ -18,7 +18,7 @@ LEVELS = {
     "lora_tune.api": 8,
     "lora_tune.build": 7,
     "lora_tune.recipe": 6,
-    "lora_tune.train": 5,
+    "lora_tune.training": 5,
     "lora_tune.generate": 5,
     "lora_tune.checkpoint": 5,
     "lora_tune.hf": 4,
@@ -34,7 +34,7 @@ LEVELS = {
     "lora_tune": 0,
 }
 # Besides the levels: a model knows nothing of adapters, and neither does the training step.
-FORBIDDEN = {("lora_tune.models", "lora_tune.lora"), ("lora_tune.train", "lora_tune.lora")}
+FORBIDDEN = {("lora_tune.models", "lora_tune.lora"), ("lora_tune.training", "lora_tune.lora")}
 HEAVY = ("datasets", "orbax", "torch", "transformers", "wandb")
 
 

@@ -19,9 +19,9 @@ from toy_problem import ToyData, make_state, make_step, optimizer, train
 
 from lora_tune.checkpoint import Checkpoints
 from lora_tune.errors import InputError
-from lora_tune.train.loop import run
-from lora_tune.train.metrics import MetricsLog, read_rows
-from lora_tune.train.tripwires import TripwireError
+from lora_tune.training.loop import run
+from lora_tune.training.metrics import MetricsLog, read_rows
+from lora_tune.training.tripwires import TripwireError
 
 TIMES = ("tokens_per_second", "seconds_per_step", "compile_seconds")
 

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from lora_tune.errors import InputError
-from lora_tune.train.metrics import MetricsLog, Wandb, read_rows
-from lora_tune.train.report import Terminal, clock
+from lora_tune.training.metrics import MetricsLog, Wandb, read_rows
+from lora_tune.training.report import Terminal, clock
 
 TRAIN = {
     "step": 10,
@@ -88,7 +88,7 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path):
 def test_a_full_disk_is_one_sentence(tmp_path):
     code = (
         "import resource, sys\n"
-        "from lora_tune.train.metrics import MetricsLog\n"
+        "from lora_tune.training.metrics import MetricsLog\n"
         "from lora_tune.errors import InputError\n"
         "log = MetricsLog(sys.argv[1], resume_step=None)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))\n"

@@ -9,7 +9,7 @@ import pytest
 from toy_problem import optimizer
 
 from lora_tune.errors import InputError
-from lora_tune.train.optim import SCHEDULES, decay_mask, make_schedule
+from lora_tune.training.optim import SCHEDULES, decay_mask, make_schedule
 
 
 @pytest.mark.parity

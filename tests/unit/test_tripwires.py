@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from lora_tune.train.tripwires import (
+from lora_tune.training.tripwires import (
     TripwireError,
     check_adapters,
     check_evaluation,

@@ -16,9 +16,9 @@ import numpy as np
 import optax
 
 from lora_tune.checkpoint import Checkpoints
-from lora_tune.train.loop import run
-from lora_tune.train.metrics import MetricsLog
-from lora_tune.train.optim import make_optimizer
+from lora_tune.training.loop import run
+from lora_tune.training.metrics import MetricsLog
+from lora_tune.training.optim import make_optimizer
 
 IN, OUT, RANK, ROWS = 6, 4, 2, 8
 

@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from lora_tune import sharding
-from lora_tune.train.state import SplitModel, Weights, unflatten
+from lora_tune.training.state import SplitModel, Weights, unflatten
 
 Batch = Mapping[str, jax.Array]
 Sums = dict[str, jax.Array]
@@ -145,7 +145,7 @@ def make_step(
         metrics = {
             "loss": sums["nll"] / count,
             "accuracy": sums["correct_tokens"] / count,
-            "grad_norm": optax.global_norm(grads),
+            "grad_norm": optax.tree.norm(grads),
             "trained_tokens": sums["trained_tokens"],
             "tokens": sums["tokens"],
         }

@@ -26,8 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from lora_tune.errors import InputError
-from lora_tune.train import tripwires
-from lora_tune.train.metrics import MetricsLog
+from lora_tune.training import tripwires
+from lora_tune.training.metrics import MetricsLog
 
 Batch = Mapping[str, Any]
 State = tuple[Any, Any, Any]

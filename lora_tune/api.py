@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Python interface: models, adapters and whole runs."""
+
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from lora_tune import build
+from lora_tune.errors import InputError
+from lora_tune.hf import peft, save
+from lora_tune.hf.table import bind, module_name
+from lora_tune.lora import inject
+from lora_tune.lora.config import LoraConfig
+from lora_tune.models.decoder import Decoder, DecoderOptions
+from lora_tune.run import Result, train
+
+__all__ = [
+    "LoraConfig",
+    "Result",
+    "add_lora",
+    "list_targets",
+    "load_adapter",
+    "load_model",
+    "save_adapter",
+    "save_merged",
+    "train",
+]
+
+
+def load_model(
+    path: str | Path,
+    *,
+    dtype: str = "bfloat16",
+    mesh: Mesh | None = None,
+    revision: str | None = None,
+    scan_layers: bool = True,
+    param_scan_axis: int = 0,
+    remat: str = "full",
+) -> tuple[Decoder, Any]:
+    """Loads a model and its tokenizer.
+
+    Args:
+      path: a folder or hub id in Hugging Face format, or `lora_tune:NAME`.
+      dtype: "bfloat16" or "float32", of weights and computation.
+      mesh: a mesh with the axes of `lora_tune.sharding.make_mesh`; each device then loads its own
+        slices of the weights.
+      revision: branch, tag or commit of a hub id.
+      scan_layers: run repeated layers under `jax.lax.scan`; False unrolls them.
+      param_scan_axis: position of the stack axes in the weights of scanned layers.
+      remat: "full" or "none", see `DecoderOptions`.
+
+    Returns:
+      The model, called as `model(tokens, segment_ids=None, positions=None) -> logits [B, T, V]`,
+      and the tokenizer.
+
+    Raises:
+      InputError: the folder, its configuration or its files are not what they should be.
+    """
+    if dtype not in ("bfloat16", "float32"):
+        raise InputError(f"dtype is {dtype!r}, expected 'bfloat16' or 'float32'")
+    source = build.find_source(str(path), revision=revision)
+    options = DecoderOptions(
+        dtype=jnp.dtype(dtype),
+        param_dtype=jnp.dtype(dtype),
+        scan_layers=scan_layers,
+        param_scan_axis=param_scan_axis,
+        remat=remat,
+    )
+    abstract = build.abstract_model(source, options)
+    model = build.load_weights(abstract, mesh=mesh)
+    vocab_size = abstract.config.vocab_size
+    return model, build.tokenizers.load(str(source.folder), vocab_size=vocab_size)
+
+
+def _become(model: Decoder, other: Decoder) -> Decoder:
+    """Makes `model` what `other` is: callers hold on to the object they have."""
+    vars(model).clear()
+    vars(model).update(vars(other))
+    model.__class__ = type(other)
+    return model
+
+
+def add_lora(model: Decoder, config: LoraConfig | None = None, *, seed: int = 0) -> Decoder:
+    """Adds adapters to a model, in place, and returns it.
+
+    The base weights stay the same arrays, and the logits stay the same bit for bit until the
+    adapters are trained. `nnx.state(model, nnx.LoRAParam)` holds the adapters.
+
+    Raises:
+      InputError: a target matches nothing, or the model has adapters already.
+    """
+    return _become(model, inject.add_lora(model, config or LoraConfig(), seed=seed))
+
+
+def load_adapter(model: Decoder, folder: str | Path) -> Decoder:
+    """Adds a saved adapter, ours or any plain LoRA of PEFT, to a model in place; returns it.
+
+    Raises:
+      InputError: the adapter does not fit the model, or the model has adapters already.
+    """
+    return _become(model, build.with_adapter(model, folder))
+
+
+def _config(model: Decoder, caller: str) -> LoraConfig:
+    if not hasattr(model, "adapter"):
+        raise InputError(f"{caller}: the model has no adapters; add_lora or load_adapter first")
+    return model.adapter.config
+
+
+def save_adapter(
+    model: Decoder, folder: str | Path, *, allow_untrained: bool = False
+) -> dict[str, Any]:
+    """Writes the adapters in PEFT format; returns the content of `adapter_config.json`.
+
+    Raises:
+      InputError: no adapters, adapters that are untrained or not finite, a folder that is not ours
+        to replace, or a full disk.
+    """
+    return peft.save_adapter(
+        nnx.state(model, inject.adapter_filter),
+        bind(model.family, model),
+        _config(model, "save_adapter"),
+        folder,
+        model_type=model.origin.model_type,
+        base=model.origin.base_name,
+        revision=model.origin.commit,
+        allow_untrained=allow_untrained,
+    )
+
+
+def save_merged(model: Decoder, folder: str | Path) -> save.MergeReport:
+    """Writes the whole model in Hugging Face format, its adapters merged into the weights.
+
+    Merged tensors are computed in float32 from the base checkpoint and rounded once; every other
+    tensor of the checkpoint is copied byte for byte.
+
+    Raises:
+      InputError: no adapters, a folder that is not ours to replace, or a full disk.
+    """
+    _config(model, "save_merged")
+    return save.save_merged(
+        nnx.state(model, inject.adapter_filter),
+        bind(model.family, model),
+        model.family,
+        model.origin.folder,
+        folder,
+    )
+
+
+def list_targets(path: str, *, revision: str | None = None) -> list[tuple[str, tuple, int]]:
+    """Every kind of module of a model that can take an adapter: (name, [out, in], count).
+
+    Reads only the configuration. Layer and expert numbers are shown as `*`.
+    """
+    source = build.find_source(path, revision=revision, weights=False)
+    model = build.abstract_model(source, DecoderOptions())
+    kinds: dict[tuple[str, tuple[int, ...]], int] = {}
+    for leaf in bind(model.family, model):
+        if leaf.adaptable:
+            for name in np.ravel(leaf.names):
+                stars = ["*" if part.isdigit() else part for part in module_name(name).split(".")]
+                kind = (".".join(stars), tuple(leaf.hf_shape))
+                kinds[kind] = kinds.get(kind, 0) + 1
+    return [(name, shape, count) for (name, shape), count in kinds.items()]

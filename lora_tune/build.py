@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a recipe to the parts of a run: mesh, model, data, optimizer, step, checkpoints.
+
+The only file that knows both the recipe and every component.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from lora_tune import assets, sharding
+from lora_tune.data import pipeline, sources
+from lora_tune.data import tokenizer as tokenizers
+from lora_tune.data.messages import Encoder
+from lora_tune.errors import InputError
+from lora_tune.hf.files import read_json
+from lora_tune.hf.hub import Source, find_model
+from lora_tune.hf.load import load_params
+from lora_tune.hf.peft import adapter_arrays, load_adapter
+from lora_tune.hf.table import bind
+from lora_tune.lora.config import LoraConfig
+from lora_tune.lora.inject import add_lora
+from lora_tune.models import FAMILIES
+from lora_tune.models.decoder import Decoder, DecoderOptions, Family, Origin
+from lora_tune.models.initial import initialise
+from lora_tune.recipe import schema
+from lora_tune.training.optim import Schedule, make_optimizer
+from lora_tune.training.state import SplitModel, Weights
+from lora_tune.training.step import make_eval_step
+
+Batch = Mapping[str, np.ndarray]
+
+
+def find_source(path: str, *, revision: str | None = None, weights: bool = True) -> Source:
+    """Finds a model by folder, hub id or `lora_tune:NAME`."""
+    return find_model(str(assets.resolve(path)), revision=revision, weights=weights)
+
+
+def abstract_model(source: Source, options: DecoderOptions) -> Decoder:
+    """Builds the decoder that a model folder describes, without weights.
+
+    Raises:
+      InputError: no readable `config.json`, an unknown model type, or a configuration that asks
+        for something the family does not do.
+    """
+    config = read_json(source.folder / "config.json")
+    model_type = config.get("model_type")
+    if model_type not in FAMILIES:
+        raise InputError(
+            f"{source.folder / 'config.json'}: model_type {model_type!r} is not supported; "
+            f"supported: {', '.join(FAMILIES)}"
+        )
+    family: Family = FAMILIES[model_type]
+    model = Decoder(family, family.read_config(config), options)
+    model.origin = Origin(model_type, source.folder, source.base_name, source.commit)
+    return model
+
+
+def make_mesh(section: schema.Mesh) -> Mesh | None:
+    """The mesh of a recipe, None for a single device."""
+    sizes = dataclasses.asdict(section)
+    mesh = sharding.make_mesh(**sizes)
+    return mesh if mesh.size > 1 else None
+
+
+def load_weights(model: Decoder, *, mesh: Mesh | None, random_seed: int | None = None) -> Decoder:
+    """Returns the abstract model with its checkpoint's weights, or fresh ones from a seed.
+
+    Each device receives its own slices; adapters and the step follow this placement.
+    """
+    leaves = bind(model.family, model)
+    shardings = None
+    if mesh is not None:
+        sharding.check_divides({leaf.dotted: (leaf.shape, leaf.axes) for leaf in leaves}, mesh)
+        shardings = {leaf.path: sharding.named_sharding(mesh, leaf.axes) for leaf in leaves}
+    if random_seed is not None:
+        return initialise(model, seed=random_seed, shardings=shardings)
+    state = load_params(model, model.family, model.origin.folder, shardings=shardings)
+    return nnx.merge(nnx.split(model)[0], state)
+
+
+def with_adapter(model: Decoder, folder: Path | str) -> Decoder:
+    """Returns the model with a saved adapter, ours or PEFT's.
+
+    Raises:
+      InputError: the adapter does not fit the model (see `lora_tune.hf.peft.load_adapter`).
+    """
+    leaves = bind(model.family, model)
+    config, adapters = load_adapter(folder, leaves, model_type=model.origin.model_type)
+    adapted = add_lora(model, config)
+    for path, array in adapter_arrays(adapters).items():
+        variable = _at(adapted, path)
+        variable.set_value(jax.device_put(array, variable.get_value().sharding))
+    return adapted
+
+
+def _at(module: Any, path: tuple[str | int, ...]) -> Any:
+    for part in path:
+        module = module[part] if isinstance(part, int) else getattr(module, part)
+    return module
+
+
+def make_model(recipe: schema.Recipe, source: Source, mesh: Mesh | None) -> Decoder:
+    """The model of a recipe, with weights and, unless `lora: null`, with adapters."""
+    lora, train = recipe.lora, recipe.train
+    dtype = jnp.dtype(recipe.model.dtype)
+    options = DecoderOptions(
+        dtype=dtype,
+        # Updates of trained weights round to zero in bfloat16; frozen weights have no updates.
+        param_dtype=jnp.dtype(jnp.float32) if lora is None else dtype,
+        scan_layers=recipe.model.scan_layers,
+        param_scan_axis=recipe.model.param_scan_axis,
+        remat=recipe.model.remat,
+        loss_chunk=train.loss_chunk_size,
+    )
+    abstract = abstract_model(source, options)
+    if lora is not None:
+        add_lora(abstract, lora.config())  # a misspelt target fails before any weight is read
+    seed = train.seed if recipe.model.init == "random" else None
+    model = load_weights(abstract, mesh=mesh, random_seed=seed)
+    if lora is None:
+        return model
+    if lora.adapter_path is not None:
+        return _warm_start(model, lora)
+    return add_lora(model, lora.config(), seed=train.seed if lora.seed is None else lora.seed)
+
+
+def _warm_start(model: Decoder, lora: schema.Lora) -> Decoder:
+    adapted = with_adapter(model, lora.adapter_path or "")
+    held: LoraConfig = adapted.adapter.config
+    asked = lora.config()
+    if (held.r, held.lora_alpha, held.use_rslora) != (asked.r, asked.lora_alpha, asked.use_rslora):
+        raise InputError(
+            f"lora.adapter_path: {lora.adapter_path} has r={held.r}, "
+            f"lora_alpha={held.lora_alpha}, use_rslora={held.use_rslora}; set lora.r, "
+            "lora.lora_alpha and lora.use_rslora to these"
+        )
+    return adapted
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """The rows of a run: endless training batches and, if there are any, held-out examples."""
+
+    train: pipeline.Dataset
+    held_out: pipeline.Examples | None
+
+    def batches(self, start_step: int) -> Iterator[Batch]:
+        """Training batches from a step on."""
+        return (batch for _, batch in self.train.batches(start_step))
+
+    def position(self, step: int) -> Mapping[str, Any]:
+        """Where the data stands after `step` steps, for the checkpoint."""
+        return self.train.position(step)
+
+
+def make_data(recipe: schema.Recipe, tokenizer: Any) -> Data:
+    """Reads, encodes and packs the rows of a recipe."""
+    section = recipe.data
+    examples = _examples(section, tokenizer, section.path, section.split, section.max_samples)
+    held_out = None
+    if section.eval_path is not None:
+        held_out = _examples(section, tokenizer, section.eval_path, section.eval_split, None)
+    dataset = pipeline.Dataset(
+        examples,
+        max_length=section.max_length,
+        batch_size=recipe.train.batch_size,
+        packing=section.packing,
+        seed=recipe.train.seed,
+        shuffle=section.shuffle,
+    )
+    return Data(dataset, held_out)
+
+
+def _examples(
+    section: schema.Data, tokenizer: Any, path: str, split: str, max_samples: int | None
+) -> pipeline.Examples:
+    rows = sources.read(
+        str(assets.resolve(path)),
+        split=split,
+        subset=section.subset,
+        columns=section.columns,
+        format=section.format,
+        max_samples=max_samples,
+    )
+    encoder = Encoder(
+        tokenizer,
+        format=rows.format,
+        max_length=section.max_length,
+        truncation_strategy=section.truncation_strategy,
+        assistant_only_loss=section.assistant_only_loss,
+        completion_only_loss=section.completion_only_loss,
+        train_on_eos=section.train_on_eos,
+    )
+    return pipeline.encode_rows(rows, encoder)
+
+
+def make_tokenizer(recipe: schema.Recipe, source: Source, vocab_size: int) -> Any:
+    """The tokenizer of a recipe's model, with the recipe's chat template if it names one."""
+    template = recipe.model.chat_template
+    return tokenizers.load(
+        str(source.folder),
+        chat_template=None if template is None else str(assets.resolve(template)),
+        vocab_size=vocab_size,
+    )
+
+
+def optimizer_of(
+    recipe: schema.Recipe, total_steps: int
+) -> tuple[optax.GradientTransformation, Schedule]:
+    """The optimizer of a recipe and its learning rate schedule."""
+    return make_optimizer(total_steps=total_steps, **dataclasses.asdict(recipe.optim))
+
+
+def init_optimizer(
+    optimizer: optax.GradientTransformation, split: SplitModel, mesh: Mesh | None
+) -> tuple[Any, Any]:
+    """The optimizer's first state, and its shardings (None on one device).
+
+    What the optimizer keeps per weight lies where the weight lies.
+    """
+    if mesh is None:
+        return jax.jit(optimizer.init)(split.trainable), None
+    placed = split.shardings(mesh, split.trainable)
+    replicated = NamedSharding(mesh, PartitionSpec())
+
+    def sharding_of(path: Any, leaf: Any) -> NamedSharding:
+        name = next((k.key for k in reversed(path) if getattr(k, "key", None) in placed), None)
+        return placed[name] if name and leaf.shape == split.trainable[name].shape else replicated
+
+    abstract = jax.eval_shape(optimizer.init, split.trainable)
+    shardings = jax.tree_util.tree_map_with_path(sharding_of, abstract)
+    return jax.jit(optimizer.init, out_shardings=shardings)(split.trainable), shardings
+
+
+def make_place(mesh: Mesh | None, accumulation: int) -> Callable[[Batch], Any]:
+    """Puts a batch `[rows, T]` on the devices as `[accumulation, rows / accumulation, T]`."""
+    rows = None
+    if mesh is not None:
+        rows = NamedSharding(mesh, PartitionSpec(None, sharding.BATCH_AXES, None))
+
+    def place(batch: Batch) -> dict[str, jax.Array]:
+        parts = {
+            name: array.reshape(accumulation, -1, array.shape[-1]) for name, array in batch.items()
+        }
+        return jax.device_put(parts, rows)
+
+    return place
+
+
+def make_evaluation(
+    recipe: schema.Recipe, split: SplitModel, held_out: pipeline.Examples, mesh: Mesh | None
+) -> Callable[[Weights, Weights], dict[str, float]]:
+    """Makes `evaluate(trainable, frozen)` over all held-out examples, one a row.
+
+    Its numbers are sums over tokens (or answers) divided once, so they do not depend on the batch
+    size: `eval_loss` and `eval_token_accuracy` over trained tokens, and `eval_accuracy`, the share
+    of examples whose every trained token is the most likely one: those that greedy decoding
+    answers word for word.
+    """
+    step = jax.jit(make_eval_step(split, mesh=mesh))
+    shards = 1 if mesh is None else int(np.prod([mesh.shape[a] for a in sharding.BATCH_AXES]))
+    wanted = recipe.eval.batch_size or (
+        recipe.train.batch_size // recipe.train.gradient_accumulation_steps
+    )
+    batch_size = -(-wanted // shards) * shards
+    place = make_place(mesh, 1)
+
+    def evaluate(trainable: Weights, frozen: Weights) -> dict[str, float]:
+        total: dict[str, float] = {}
+        batches = pipeline.eval_batches(
+            held_out, max_length=recipe.data.max_length, batch_size=batch_size
+        )
+        for batch in batches:
+            rows = {name: array[0] for name, array in place(batch).items()}
+            for name, value in jax.device_get(step(trainable, frozen, rows)).items():
+                total[name] = total.get(name, 0.0) + float(value)
+        tokens = max(total["trained_tokens"], 1.0)
+        return {
+            "eval_loss": total["nll"] / tokens,
+            "eval_token_accuracy": total["correct_tokens"] / tokens,
+            "eval_accuracy": total["exact_rows"] / max(total["rows"], 1.0),
+            "eval_examples": total["rows"],
+        }
+
+    return evaluate
+
+
+def fingerprint(recipe: schema.Recipe, source: Source) -> dict[str, Any]:
+    """What a continued run must share with its checkpoints, as plain JSON values."""
+    lora = None if recipe.lora is None else dataclasses.asdict(recipe.lora)
+    parts = {
+        "model": source.base_name,
+        "commit": source.commit,
+        "dtype": recipe.model.dtype,
+        "init": recipe.model.init,
+        "lora": lora,
+        "optim": dataclasses.asdict(recipe.optim),
+        "seed": recipe.train.seed,
+        "batch_size": recipe.train.batch_size,
+    }
+    return json.loads(json.dumps(parts))

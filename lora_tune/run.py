@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A whole run: recipe in; run folder, adapter and numbers out."""
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from lora_tune import build, generate
+from lora_tune import recipe as recipes
+from lora_tune.checkpoint import Checkpoints, Restored
+from lora_tune.errors import InputError
+from lora_tune.hf import peft, save
+from lora_tune.hf.folder import check_replaceable
+from lora_tune.hf.table import bind
+from lora_tune.lora.inject import AdapterRow, adapter_table
+from lora_tune.models.decoder import Decoder
+from lora_tune.recipe import schema
+from lora_tune.training import loop
+from lora_tune.training.metrics import MetricsLog, Wandb, Writer
+from lora_tune.training.report import Terminal
+from lora_tune.training.state import Weights, split_model, unflatten
+from lora_tune.training.step import make_step
+
+MAX_ANSWER_TOKENS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a run gives back.
+
+    Attributes:
+      output_dir: the run folder.
+      steps: finished optimizer steps.
+      rows: the rows of `metrics.jsonl`, those before a resume included.
+      adapter: folder of the PEFT adapter, or None.
+      merged: folder of the whole model, or None.
+      interrupted: name of the signal that ended the run early, or None.
+    """
+
+    output_dir: Path
+    steps: int
+    rows: list[dict[str, Any]]
+    adapter: Path | None
+    merged: Path | None
+    interrupted: str | None = None
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The rows of evaluations, first to last."""
+        return [row for row in self.rows if "eval_loss" in row]
+
+
+def train(recipe: str, overrides: Sequence[str] = ()) -> Result:
+    """Trains as a recipe says, or goes on where an earlier call with it stopped.
+
+    Args:
+      recipe: path of a recipe file, or the name of a shipped one.
+      overrides: `key=value` strings that replace keys of the recipe.
+
+    Raises:
+      InputError: anything wrong with the recipe, the model, the data or the disk.
+      TripwireError: training has gone wrong, e.g. a loss that is not finite.
+    """
+    loaded = recipes.load(recipe, overrides)
+    run_dir = Path(loaded.output_dir)
+    for name in ("adapter", "merged"):
+        check_replaceable(run_dir / name)
+    mesh = build.make_mesh(loaded.mesh)
+    source = build.find_source(
+        loaded.model.path, revision=loaded.model.revision, weights=loaded.model.init == "pretrained"
+    )
+    abstract = build.abstract_model(source, build.DecoderOptions())
+    tokenizer = build.make_tokenizer(loaded, source, abstract.config.vocab_size)
+    data = build.make_data(loaded, tokenizer)
+    model = build.make_model(loaded, source, mesh)
+    return _Run(loaded, source, mesh, tokenizer, data, model).go()
+
+
+class _Run:
+    """The parts of one run, and the order in which they act."""
+
+    def __init__(
+        self,
+        recipe: schema.Recipe,
+        source: Any,
+        mesh: Mesh | None,
+        tokenizer: Any,
+        data: build.Data,
+        model: Decoder,
+    ):
+        self.recipe, self.mesh, self.tokenizer, self.data = recipe, mesh, tokenizer, data
+        self.source = source
+        self.run_dir = Path(recipe.output_dir)
+        self.leaves = bind(model.family, model)
+        self.family, self.origin = model.family, model.origin
+        self.table = () if recipe.lora is None else adapter_table(model, model.adapter.config)
+        self.lora = None if recipe.lora is None else model.adapter.config
+        self.split = split_model(model)
+        self.total_steps = _total_steps(recipe, data)
+
+    def go(self) -> Result:
+        recipe, split = self.recipe, self.split
+        optimizer, schedule = build.optimizer_of(recipe, self.total_steps)
+        opt_state, opt_shardings = build.init_optimizer(optimizer, split, self.mesh)
+        checkpoints = self._open_folder()
+        restored = self._restore(checkpoints, (split.trainable, opt_state))
+        trainable, start = split.trainable, 0
+        if restored is not None:
+            self.data.train.check(restored.meta.position)
+            trainable, opt_state, start = restored.trainable, restored.opt_state, restored.meta.step
+        answer = self._answerer()
+        with self._metrics(restored) as metrics:
+            self._introduce(metrics, start)
+            if start == 0:
+                _show(metrics, "before", answer(trainable))
+            outcome = loop.run(
+                state=(trainable, opt_state, split.frozen),
+                step_fn=self._step(optimizer, opt_shardings),
+                data=self.data,
+                place=build.make_place(self.mesh, recipe.train.gradient_accumulation_steps),
+                checkpoints=checkpoints,
+                metrics=metrics,
+                schedule=schedule,
+                total_steps=self.total_steps,
+                log_every=recipe.log.every,
+                seed=recipe.train.seed,
+                start_step=start,
+                counts=None if restored is None else restored.meta.counts,
+                eval_fn=self._evaluation(),
+                eval_every=recipe.eval.every,
+                adapter_norms=None if recipe.lora is None else self._adapter_norms,
+            )
+            adapter = merged = None
+            if outcome.interrupted is None:
+                _show(metrics, "after", answer(outcome.state[0]))
+                adapter, merged = self._export(outcome.state[0], metrics)
+            return Result(
+                self.run_dir, outcome.step, metrics.rows(), adapter, merged, outcome.interrupted
+            )
+
+    def _open_folder(self) -> Checkpoints:
+        recipe = self.recipe
+        try:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            recipes.save(recipe, self.run_dir / "recipe.yaml")
+            if self.table:
+                _write_table(self.table, self.run_dir / "adapters.tsv")
+        except OSError as error:
+            raise InputError(
+                f"output_dir {self.run_dir} cannot be written ({error.strerror or error}); "
+                "set another output_dir"
+            ) from error
+        return Checkpoints(
+            self.run_dir / "checkpoints",
+            keep=recipe.save.keep,
+            every=recipe.save.every,
+            fingerprint=build.fingerprint(recipe, self.source),
+        )
+
+    def _restore(self, checkpoints: Checkpoints, state: tuple[Any, Any]) -> Restored | None:
+        if self.recipe.train.resume == "never" and checkpoints.steps():
+            raise InputError(
+                f"train.resume=never, but {checkpoints.folder} holds a checkpoint of step "
+                f"{checkpoints.latest()}; set another output_dir or train.resume=auto"
+            )
+        return checkpoints.restore(state)
+
+    def _metrics(self, restored: Restored | None) -> MetricsLog:
+        start = 0 if restored is None else restored.meta.step
+        writers: list[Writer] = [Terminal(total_steps=self.total_steps, start_step=start)]
+        log = self.recipe.log
+        if log.report_to == "wandb":
+            config = dataclasses.asdict(self.recipe)
+            writers.append(
+                Wandb(self.run_dir, project=log.wandb_project, config=config, mode=log.wandb_mode)
+            )
+        resume_step = None if restored is None else start
+        return MetricsLog(self.run_dir, resume_step=resume_step, writers=writers)
+
+    def _step(self, optimizer: Any, opt_shardings: Any) -> Any:
+        dropout = self.lora is not None and self.lora.lora_dropout > 0
+        step = make_step(self.split, optimizer, mesh=self.mesh, dropout=dropout)
+        if self.mesh is None:
+            return jax.jit(step, donate_argnums=(0, 1))
+        placed = self.split.shardings(self.mesh, self.split.trainable)
+        out = (placed, opt_shardings, None)
+        return jax.jit(step, donate_argnums=(0, 1), out_shardings=out)
+
+    def _evaluation(self) -> Callable[[Weights, Weights], dict[str, float]] | None:
+        if self.data.held_out is None:
+            return None
+        return build.make_evaluation(self.recipe, self.split, self.data.held_out, self.mesh)
+
+    def _adapter_norms(self, trainable: Weights) -> dict[str, float]:
+        norms = {
+            name: jnp.linalg.norm(array.ravel())
+            for name, array in trainable.items()
+            if name.endswith("kernel_lora_b")
+        }
+        return {name: float(value) for name, value in jax.device_get(norms).items()}
+
+    def _introduce(self, metrics: MetricsLog, start: int) -> None:
+        report = self.data.train.report
+        for line in _table_lines(self.table):
+            metrics.note(line)
+        trained = sum(array.size for array in self.split.trainable.values())
+        frozen = sum(array.size for array in self.split.frozen.values())
+        metrics.note(f"{trained:,} parameters are trained, {frozen:,} are frozen")
+        drops = ", ".join(f"{count} {reason}" for reason, count in report.drops.items()) or "none"
+        metrics.note(
+            f"{report.examples:,} examples of {report.rows:,} rows, {report.tokens:,} tokens, "
+            f"{report.trained_tokens:,} of them trained; truncated {report.truncated}, "
+            f"dropped {drops}; rows are {report.packing_efficiency:.0%} full"
+        )
+        if start:
+            metrics.note(f"going on after step {start}")
+
+    def _answerer(self) -> Callable[[Weights], list[tuple[str, str, str]]]:
+        """`trainable -> [(prompt, answer, expected)]` for the first held-out examples."""
+        held_out, count = self.data.held_out, self.recipe.eval.num_samples
+        if held_out is None or count == 0:
+            return lambda _: []
+        split, tokenizer = self.split, self.tokenizer
+        pairs = [_question(held_out[i]) for i in range(min(count, len(held_out)))]
+        frozen = split.frozen
+
+        @jax.jit
+        def run(trainable: Weights, frozen: Weights, tokens: Any, lengths: Any) -> jax.Array:
+            merged = dataclasses.replace(split, frozen=frozen).merge(trainable)
+            return generate.next_token(merged, tokens, lengths)
+
+        def answer(trainable: Weights) -> list[tuple[str, str, str]]:
+            found = generate.greedy(
+                lambda tokens, lengths: run(trainable, frozen, tokens, lengths),
+                [prompt for prompt, _ in pairs],
+                max_new_tokens=MAX_ANSWER_TOKENS,
+                stop_ids=_stop_ids(tokenizer),
+            )
+            return [
+                (
+                    tokenizer.decode(prompt, skip_special_tokens=True).strip(),
+                    tokenizer.decode(tokens, skip_special_tokens=True).strip(),
+                    tokenizer.decode(expected, skip_special_tokens=True).strip(),
+                )
+                for (prompt, expected), tokens in zip(pairs, found, strict=True)
+            ]
+
+        return answer
+
+    def _export(self, trainable: Weights, metrics: MetricsLog) -> tuple[Path | None, Path | None]:
+        recipe, adapter, merged = self.recipe, None, None
+        state = unflatten({**self.split.frozen, **trainable})
+        if self.lora is None:
+            merged = self.run_dir / "merged"
+            dtype = recipe.model.dtype
+            save.save_full(state, self.leaves, self.origin.folder, merged, dtype=jnp.dtype(dtype))
+        elif recipe.save.adapter:
+            adapter = self.run_dir / "adapter"
+            peft.save_adapter(
+                state,
+                self.leaves,
+                self.lora,
+                adapter,
+                model_type=self.origin.model_type,
+                base=self.origin.base_name,
+                revision=self.origin.commit,
+            )
+        if self.lora is not None and recipe.save.merged:
+            merged = self.run_dir / "merged"
+            save.save_merged(state, self.leaves, self.family, self.origin.folder, merged)
+        for path in (adapter, merged):
+            if path is not None:
+                metrics.note(f"wrote {path}")
+        return adapter, merged
+
+
+def _total_steps(recipe: schema.Recipe, data: build.Data) -> int:
+    if recipe.train.max_steps is not None:
+        return recipe.train.max_steps
+    return data.train.steps(recipe.train.num_train_epochs or 1.0)
+
+
+def _question(example: Any) -> tuple[list[int], list[int]]:
+    """The tokens before the first trained span of an example, and that span."""
+    first = int(np.argmax(example.mask))
+    after = np.flatnonzero(~example.mask[first:])
+    last = len(example.mask) if not after.size else first + int(after[0])
+    return example.tokens[: max(first, 1)].tolist(), example.tokens[first:last].tolist()
+
+
+def _stop_ids(tokenizer: Any) -> list[int]:
+    return [i for i in (tokenizer.eos_token_id, tokenizer.pad_token_id) if i is not None]
+
+
+def _show(metrics: MetricsLog, when: str, answers: Sequence[tuple[str, str, str]]) -> None:
+    for prompt, answer, expected in answers:
+        question = " ".join(prompt.split())
+        metrics.note(f"{when} training | {question} | answer: {answer!r} | expected: {expected!r}")
+
+
+def _write_table(table: Sequence[AdapterRow], path: Path) -> None:
+    lines = ["module\tlora_A\tlora_B\tr\tlora_alpha\tscale\tparameters"]
+    lines += [
+        f"{row.module}\t{_shape(row.a_shape)}\t{_shape(row.b_shape)}\t{row.r}\t{row.alpha:g}\t"
+        f"{row.scale:g}\t{row.parameters}"
+        for row in table
+    ]
+    beside = path.with_name(f".{path.name}.partial")
+    beside.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    os.replace(beside, path)
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape))
+
+
+def _table_lines(table: Sequence[AdapterRow]) -> Iterator[str]:
+    """The table for the terminal: one line per kind of module, layers counted."""
+    kinds: dict[tuple[str, str, str, int], list[int]] = {}
+    for row in table:
+        stars = ["*" if part.isdigit() else part for part in row.module.split(".")]
+        key = (".".join(stars), _shape(row.a_shape), _shape(row.b_shape), row.r)
+        kinds.setdefault(key, []).append(row.parameters)
+    if kinds:
+        width = max(len(key[0]) for key in kinds)
+        yield f"{'adapted module':{width}}  {'lora_A':>10} {'lora_B':>10}  layers  parameters"
+        for (name, a, b, _), counts in kinds.items():
+            yield f"{name:{width}}  {a:>10} {b:>10}  {len(counts):>6}  {sum(counts):>10,}"
