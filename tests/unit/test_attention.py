@@ -143,6 +143,6 @@ def test_wrong_arguments_are_refused():
     with pytest.raises(ValueError, match="key_segment_ids"):
         attention(q, k, v, scale=1.0, segment_ids=ids)
     with pytest.raises(ValueError, match="without segment_ids"):
-        attention(q, k, v, scale=1.0, key_segment_ids=ids)
+        attention(q, k, v, scale=1.0, key_segment_ids=jnp.ones((2, 6), jnp.int32))
     with pytest.raises(ValueError, match="3 query heads"):
         attention(q[:, :, :3], k, v, scale=1.0)
