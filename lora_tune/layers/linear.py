@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from lora_tune.layers import grouped
 from lora_tune.layers.weights import NORMAL, weight
 
 
@@ -56,7 +57,7 @@ class ExpertLinear(nnx.Module):
 
     def __call__(self, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
         """Rows `[n, in]`, sorted by expert, `group_sizes [E]` of them each, -> `[n, out]`."""
-        return jax.lax.ragged_dot(x, self.kernel[...].astype(x.dtype), group_sizes)
+        return grouped.grouped_dot(x, self.kernel[...].astype(x.dtype), group_sizes)
 
 
 class Embed(nnx.Module):

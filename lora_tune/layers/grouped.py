@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grouped matmul: rows sorted by group, each group times its own matrix. And row permutations.
+
+`grouped_dot` is the one function that the routed experts and their adapters go through; the
+adapter provider intercepts it by this name. On TPU and GPU it is `jax.lax.ragged_dot`. XLA's CPU
+form of that multiplies every row by every group's matrix; there the rows are moved to blocks that
+belong to one group each, and the blocks are multiplied in one batched product.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+_BLOCK = 32
+"""Rows of a block on CPU: small enough to pad little, large enough for the matmul kernels."""
+
+
+def grouped_dot(
+    x: Float[Array, "n K"], w: Float[Array, "G K N"], group_sizes: Int[Array, " G"]
+) -> Float[Array, "n N"]:
+    """Multiplies each group of rows by its matrix.
+
+    Args:
+      x: rows, sorted by group.
+      w: one matrix per group.
+      group_sizes: rows of each group; rows beyond their sum belong to no group, and what comes out
+        for them is unspecified (zeros on CPU).
+    """
+    return jax.lax.platform_dependent(
+        x, w, group_sizes, cpu=_blocked_dot, default=jax.lax.ragged_dot
+    )
+
+
+def _blocked_dot(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    n, groups = x.shape[0], w.shape[0]
+    blocks = -(-n // _BLOCK) + groups
+    ends = jnp.cumsum(group_sizes)
+    padded_ends = jnp.cumsum(-(-group_sizes // _BLOCK) * _BLOCK)
+    group = jnp.searchsorted(ends, jnp.arange(n), side="right").astype(jnp.int32)
+    inside = jnp.minimum(group, groups - 1)
+    shift = (padded_ends - (-(-group_sizes // _BLOCK) * _BLOCK)) - (ends - group_sizes)
+    nowhere = blocks * _BLOCK
+    slot = jnp.where(group < groups, jnp.arange(n) + shift[inside], nowhere)
+    source = jnp.full((nowhere,), n, jnp.int32).at[slot].set(
+        jnp.arange(n, dtype=jnp.int32), mode="drop"
+    )
+    rows = permute(x, source, slot).reshape(blocks, _BLOCK, -1)
+    owner = jnp.searchsorted(padded_ends, jnp.arange(blocks) * _BLOCK, side="right")
+    matrices = w[jnp.minimum(owner, groups - 1)]
+    y = jax.lax.dot_general(rows, matrices, (((2,), (1,)), ((0,), (0,))))
+    return permute(y.reshape(nowhere, -1), slot, source)
+
+
+@jax.custom_vjp
+def permute(x: jax.Array, index: jax.Array, inverse: jax.Array) -> jax.Array:
+    """`x[index]`, zero where the index is out of range; `inverse` is the map back.
+
+    Its transpose is a gather by `inverse`, where that of plain indexing is a serial scatter.
+    """
+    return x.at[index].get(mode="fill", fill_value=0)
+
+
+def _permute_forward(x: jax.Array, index: jax.Array, inverse: jax.Array) -> tuple:
+    return permute(x, index, inverse), inverse
+
+
+def _permute_backward(inverse: jax.Array, g: jax.Array) -> tuple:
+    return g.at[inverse].get(mode="fill", fill_value=0), None, None
+
+
+permute.defvjp(_permute_forward, _permute_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def spread(x: jax.Array, order: jax.Array, position: jax.Array, copies: int) -> jax.Array:
+    """Rows `[n, D]` copied to `[n * copies, D]` and permuted: row i is `x[order[i] // copies]`.
+
+    `position` is the inverse of `order`; the transpose gathers by it and sums over copies.
+    """
+    return x[order // copies]
+
+
+def _spread_forward(x: jax.Array, order: jax.Array, position: jax.Array, copies: int) -> tuple:
+    return spread(x, order, position, copies), position
+
+
+def _spread_backward(copies: int, position: jax.Array, g: jax.Array) -> tuple:
+    return g[position].reshape(-1, copies, g.shape[-1]).sum(axis=1), None, None
+
+
+spread.defvjp(_spread_forward, _spread_backward)
