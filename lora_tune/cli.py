@@ -4,12 +4,14 @@
 Nothing heavy is imported before it is known to be needed, so that help answers at once.
 """
 
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 
 from lora_tune import __version__
 from lora_tune.errors import InputError
+from lora_tune.training.tripwires import TripwireError
 
 _HELP = """\
 Fine-tune Hugging Face models with LoRA in JAX.
@@ -32,47 +34,54 @@ examples:
   lora-tune recipe=quickstart.yaml lora.r=4 optim.learning_rate=1e-3 output_dir=runs/rank4
   lora-tune recipe=qwen3next_sft.yaml data.path=chats.jsonl train.num_train_epochs=2
 
-The same command again goes on from its last checkpoint. Bad input ends with exit status 2.
+The same command again goes on from its last checkpoint.
+exit status: 0 done, 1 training went wrong and was stopped, 2 bad input,
+             130 or 143 stopped by Ctrl-C or SIGTERM after saving
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 0, 2 for bad input, 130 when interrupted.
+    """Run one command and return its exit status.
+
+    0 is success, 1 training that had gone wrong and was stopped, 2 bad input, and 128 plus the
+    number of a signal (130, 143) a run that the signal ended early: not 0, so that whatever
+    started the run does not take it for finished.
 
     A mistake of the user and a failure of the system (missing file, full disk, no permission)
     become one sentence on stderr. Everything else is a fault of the program and shows itself.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        _dispatch(arguments)
+        return _dispatch(arguments) or 0
+    except TripwireError as error:
+        return _fail(str(error), status=1)
     except InputError as error:
         return _fail(str(error))
     except OSError as error:
         return _fail(_sentence(error))
     except KeyboardInterrupt:
         print("lora-tune: interrupted", file=sys.stderr)
-        return 130
-    return 0
+        return 128 + signal.SIGINT
 
 
-def _fail(sentence: str) -> int:
-    print(f"lora-tune: error: {sentence}", file=sys.stderr)
-    return 2
+def _fail(sentence: str, *, status: int = 2) -> int:
+    print(f"lora-tune: error: {' '.join(sentence.split())}", file=sys.stderr)
+    return status
 
 
 def _sentence(error: OSError) -> str:
     if error.strerror and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
-    return " ".join((error.strerror or str(error) or type(error).__name__).split())
+    return error.strerror or str(error) or type(error).__name__
 
 
-def _dispatch(arguments: list[str]) -> None:
+def _dispatch(arguments: list[str]) -> int | None:
     if "-h" in arguments or "--help" in arguments:
         print(_HELP, end="")
-        return
+        return 0
     if arguments == ["--version"]:
         print(f"lora-tune {__version__}")
-        return
+        return 0
     if not arguments:
         raise InputError("expected recipe=NAME; see lora-tune --help")
     verb = "train"
@@ -80,7 +89,7 @@ def _dispatch(arguments: list[str]) -> None:
         verb = arguments.pop(0)
     if verb not in _VERBS:
         raise InputError(f"{verb!r} is no command{_near(verb, _VERBS)}; see lora-tune --help")
-    _VERBS[verb](arguments)
+    return _VERBS[verb](arguments)
 
 
 def _near(word: str, words: Mapping[str, object]) -> str:
@@ -96,7 +105,7 @@ def _settings(arguments: Sequence[str]) -> list[tuple[str, str]]:
     return [(key, value) for key, _, value in (text.partition("=") for text in arguments)]
 
 
-def _train(arguments: Sequence[str]) -> None:
+def _train(arguments: Sequence[str]) -> int:
     from lora_tune.recipe import shipped
 
     settings = _settings(arguments)
@@ -108,7 +117,8 @@ def _train(arguments: Sequence[str]) -> None:
         )
     from lora_tune.api import train
 
-    train(recipes[0], [f"{key}={value}" for key, value in settings if key != "recipe"])
+    result = train(recipes[0], [f"{key}={value}" for key, value in settings if key != "recipe"])
+    return 0 if result.interrupted is None else 128 + signal.Signals[result.interrupted]
 
 
 def _list(arguments: Sequence[str]) -> None:
@@ -154,7 +164,7 @@ def _list_targets(arguments: Sequence[str]) -> None:
         print(f"{name:{widths[0]}}  {shape:>{widths[1]}}  {count:>{widths[2]}}")
 
 
-_VERBS: Mapping[str, Callable[[Sequence[str]], None]] = {"train": _train, "list": _list}
+_VERBS: Mapping[str, Callable[[Sequence[str]], int | None]] = {"train": _train, "list": _list}
 _LISTS: Mapping[str, Callable[[Sequence[str]], None]] = {
     "recipes": _list_recipes,
     "models": _list_models,

@@ -14,8 +14,9 @@ PACKAGE = Path(__file__).parents[2] / "lora_tune"
 
 # Higher numbers stand on lower ones. The longest matching name counts.
 LEVELS = {
-    "lora_tune.cli": 9,
-    "lora_tune.api": 8,
+    "lora_tune.cli": 10,
+    "lora_tune.api": 9,
+    "lora_tune.run": 8,
     "lora_tune.build": 7,
     "lora_tune.recipe": 6,
     "lora_tune.training": 5,

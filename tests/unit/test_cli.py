@@ -9,6 +9,7 @@ import pytest
 import lora_tune
 from lora_tune import cli
 from lora_tune.errors import InputError
+from lora_tune.training.tripwires import TripwireError
 
 
 @pytest.fixture
@@ -16,7 +17,12 @@ def api(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """A stand-in for `lora_tune.api` that records how it was called."""
     module = types.ModuleType("lora_tune.api")
     module.calls = []
-    module.train = lambda name, overrides: module.calls.append((name, overrides))
+
+    def train(name: str, overrides: list[str]) -> types.SimpleNamespace:
+        module.calls.append((name, overrides))
+        return types.SimpleNamespace(interrupted=None)
+
+    module.train = train
     monkeypatch.setitem(sys.modules, "lora_tune.api", module)
     return module
 
@@ -111,6 +117,25 @@ def test_an_interrupt_has_its_own_status(
     api.train = interrupted
     assert cli.main(["recipe=a"]) == 130
     assert capsys.readouterr().err == "lora-tune: interrupted\n"
+
+
+@pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_run_that_a_signal_ended_is_not_a_success(
+    api: types.ModuleType, name: str, status: int
+) -> None:
+    api.train = lambda *_: types.SimpleNamespace(interrupted=name)
+    assert cli.main(["recipe=a"]) == status
+
+
+def test_training_gone_wrong_is_one_sentence(
+    api: types.ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(*_: object) -> None:
+        raise TripwireError("the loss of step 3 is nan")
+
+    api.train = stopped
+    assert cli.main(["recipe=a"]) == 1
+    assert capsys.readouterr().err == "lora-tune: error: the loss of step 3 is nan\n"
 
 
 def test_a_fault_of_the_program_is_not_hidden(api: types.ModuleType) -> None:
