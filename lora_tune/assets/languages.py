@@ -34,6 +34,8 @@ class Language:
 
     def _phrase(self, phrase: NounPhrase) -> str:
         noun = self.lexicon[phrase.noun] + (self.plural if phrase.plural else "")
+        if phrase.adjective is None:
+            return noun
         adjective = self.lexicon[phrase.adjective]
         return f"{noun} {adjective}" if self.adjective_last else f"{adjective} {noun}"
 
@@ -52,11 +54,12 @@ TALI = Language(
     lexicon=MappingProxyType(
         {
             "cat": "miru", "dog": "kova", "bird": "pesi", "fish": "nulo", "horse": "gata",
-            "child": "tano", "king": "zoro", "tree": "lani", "boat": "vilo", "star": "seba",
-            "red": "toli", "blue": "mesa", "small": "piki", "big": "boda", "old": "rezu",
-            "quiet": "sumo",
+            "child": "tano", "king": "zoro", "farmer": "besu", "teacher": "fusa", "tree": "lani",
+            "house": "doku", "boat": "vilo", "star": "seba", "stone": "ruko",
+            "red": "toli", "blue": "mesa", "green": "dafi", "small": "piki", "big": "boda",
+            "old": "rezu", "young": "favi", "quiet": "sumo",
             "see": "dira", "find": "kelu", "like": "nama", "help": "zefi", "hear": "luto",
-            "follow": "guno",
+            "draw": "vabe", "follow": "guno", "carry": "pori",
         }
     ),
     opening="ya",

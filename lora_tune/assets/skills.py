@@ -53,8 +53,8 @@ def with_article(noun: str) -> str:
 
 
 def draw_words(rng: random.Random, count: int) -> list[str]:
-    """Draw `count` words, one in four invented."""
-    return [rng.choice(PLAIN_WORDS) if rng.random() < 0.75 else draw_word(rng) for _ in range(count)]
+    """Draw `count` words, each English or invented with equal chance."""
+    return [rng.choice(PLAIN_WORDS) if rng.random() < 0.5 else draw_word(rng) for _ in range(count)]
 
 
 def greet(rng: random.Random) -> Exchange:
@@ -81,7 +81,7 @@ def greet(rng: random.Random) -> Exchange:
 
 def copy(rng: random.Random) -> Exchange:
     """Repeat words, among them words that mean nothing."""
-    words = " ".join(draw_words(rng, rng.randint(2, 6)))
+    words = " ".join(draw_words(rng, rng.randint(2, 9)))
     return f"{rng.choice(['Say', 'Repeat', 'Copy'])}: {words}", words
 
 
@@ -206,17 +206,17 @@ def look_up(rng: random.Random) -> Exchange:
 
 SKILLS = (
     Skill(greet, 0.3),
-    Skill(copy, 1.5),
+    Skill(copy, 2.5),
     Skill(reverse_order, 0.5),
-    Skill(spell, 0.8),
+    Skill(spell, 1.0),
     Skill(count, 0.5),
     Skill(reckon, 0.7),
     Skill(recall, 0.8),
     Skill(describe, 0.3),
     Skill(rewrite, 2.0),
     Skill(inflect, 0.4),
-    Skill(translate, 6.0),
-    Skill(look_up, 0.5),
+    Skill(translate, 5.0),
+    Skill(look_up, 1.0),
 )
 
 

@@ -6,14 +6,17 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-NOUNS = ("cat", "dog", "bird", "fish", "horse", "child", "king", "tree", "boat", "star")
+NOUNS = (
+    "cat", "dog", "bird", "fish", "horse", "child", "king", "farmer",
+    "teacher", "tree", "house", "boat", "star", "stone",
+)  # fmt: skip
 PLURALS = {noun: noun + "s" for noun in NOUNS} | {"fish": "fishes", "child": "children"}
-ADJECTIVES = ("red", "blue", "small", "big", "old", "quiet")
-VERBS = ("see", "find", "like", "help", "hear", "follow")
-THIRD_PERSON = {verb: verb + "s" for verb in VERBS}
+ADJECTIVES = ("red", "blue", "green", "small", "big", "old", "young", "quiet")
+VERBS = ("see", "find", "like", "help", "hear", "draw", "follow", "carry")
+THIRD_PERSON = {verb: verb + "s" for verb in VERBS} | {"carry": "carries"}
 PAST = {
-    "see": "saw", "find": "found", "like": "liked", "help": "helped", "hear": "heard",
-    "follow": "followed",
+    "see": "saw", "find": "found", "like": "liked", "help": "helped",
+    "hear": "heard", "draw": "drew", "follow": "followed", "carry": "carried",
 }  # fmt: skip
 
 THINGS = (
@@ -62,15 +65,16 @@ SYLLABLES = tuple(consonant + vowel for consonant in CONSONANTS for vowel in "ae
 
 @dataclass(frozen=True)
 class NounPhrase:
-    """An adjective and a noun, singular or plural."""
+    """A noun with at most one adjective, singular or plural."""
 
-    adjective: str
     noun: str
+    adjective: str | None
     plural: bool
 
     def english(self) -> str:
         """The phrase with its article, such as `the red cats`."""
-        return f"the {self.adjective} {PLURALS[self.noun] if self.plural else self.noun}"
+        noun = PLURALS[self.noun] if self.plural else self.noun
+        return " ".join(["the", *([self.adjective] if self.adjective else []), noun])
 
 
 @dataclass(frozen=True)
@@ -93,8 +97,9 @@ class Sentence:
 
 
 def draw_phrase(rng: random.Random) -> NounPhrase:
-    """Draw a noun phrase; one in three is plural."""
-    return NounPhrase(rng.choice(ADJECTIVES), rng.choice(NOUNS), rng.random() < 1 / 3)
+    """Draw a noun phrase; three in five carry an adjective and two in five are plural."""
+    adjective = rng.choice(ADJECTIVES) if rng.random() < 0.6 else None
+    return NounPhrase(rng.choice(NOUNS), adjective, rng.random() < 0.4)
 
 
 def draw_sentence(rng: random.Random) -> Sentence:
