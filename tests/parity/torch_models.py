@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random Qwen3-Next checkpoints as transformers writes them, and the logits of both sides."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|> {{ m.role }} {{ m.content }} <|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|> assistant {% endif %}"
+)
+WORDS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "user", "assistant", "?")
+VOCAB = 48
+# Every kind of projection in both kinds of layer; two full repetitions of the cycle, then a rest.
+TINY: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 9,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 20,
+    "num_experts_per_tok": 2,
+    "num_experts": 6,
+    "mlp_only_layers": [8],
+    "rms_norm_eps": 1e-4,
+    "tie_word_embeddings": False,
+}
+
+
+def write_checkpoint(folder: Path, *, seed: int = 0, **changes: Any) -> Path:
+    """A checkpoint in which no weight has the value that training starts from."""
+    config = transformers.Qwen3NextConfig(**(TINY | changes))
+    model = transformers.Qwen3NextForCausalLM(config).float()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(_draw(name, tuple(parameter.shape), generator))
+        if config.tie_word_embeddings:
+            # Rows of the embedding are longer than those of a head: keep the logits around 1.
+            model.model.norm.weight.sub_(0.8)
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def _draw(name: str, shape: tuple[int, ...], generator: Any) -> Any:
+    noise = torch.randn(shape, generator=generator)
+    if name.endswith("A_log"):
+        # From a memory of hundreds of tokens to one of less than one.
+        return torch.linspace(-5.0, 1.5, *shape) + 0.1 * noise
+    if name.endswith("dt_bias") or "embed_tokens" in name:
+        return noise
+    if "linear_attn.norm" in name:
+        return 1.0 + 0.3 * noise
+    if "norm" in name:
+        return 0.3 * noise
+    if "conv1d" in name:
+        return noise
+    return noise * shape[-1] ** -0.5
+
+
+def tokenizer() -> Any:
+    """One token a word."""
+    words = {word: i for i, word in enumerate(WORDS)}
+    words |= {f"w{i}": i for i in range(len(WORDS), VOCAB)}
+    backend = Tokenizer(models.WordLevel(words, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
+    made.chat_template = TEMPLATE
+    return made
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Sets fields of `config.json`; None removes a field."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+
+
+def read_theirs(folder: Path) -> Any:
+    """The checkpoint in transformers, every tensor of it used and none made up."""
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    return model.eval()
+
+
+def their_logits(model: Any, tokens: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
+    with torch.no_grad():
+        attention_mask = None if mask is None else torch.tensor(mask).long()
+        out = model(torch.tensor(tokens).long(), attention_mask=attention_mask, use_cache=False)
+    return out.logits.numpy()
+
+
+def our_logits(model: Any, tokens: np.ndarray, segment_ids: np.ndarray | None = None) -> np.ndarray:
+    graphdef, state = nnx.split(model)
+
+    @jax.jit
+    def run(state: Any, tokens: Any, segment_ids: Any) -> Any:
+        return nnx.merge(graphdef, state, copy=True)(tokens, segment_ids)
+
+    return np.asarray(run(state, tokens, segment_ids))
+
+
+def random_tokens(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, VOCAB, shape).astype(np.int32)
