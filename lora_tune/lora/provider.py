@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Qwix provider that gives projections their adapters, routed experts included.
 
-Qwix runs the model once with `jax.lax.dot_general` (and here also the grouped product of the
-experts, which the stock provider does not know) intercepted. When the call comes from a projection that a rule names, the provider creates A and B
-on that module, and from then on adds `x @ A @ B * scale` to the product. Because the call happens
-while a scan body is traced, the new parameters belong to one layer; the scan engine stacks them.
+Qwix runs the model once with two functions intercepted: `jax.lax.dot_general`, and the grouped
+product of the experts, which the stock provider does not know. When the call comes from a
+projection that a rule names, the provider creates A and B on that module, and from then on adds
+`x @ A @ B * scale` to the product. Because the call happens while a scan body is traced, the new
+parameters belong to one layer; the scan engine stacks them.
 
 Differences from the stock provider, each for a reason:
 
@@ -18,6 +19,7 @@ Differences from the stock provider, each for a reason:
   evaluation does not.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import qwix
 from flax import nnx
+from jax.experimental import xla_metadata
 from qwix._src.utils import flax_util
 
 from lora_tune.layers import grouped
@@ -52,7 +55,7 @@ class AdapterProvider(qwix.LoraProvider):
         module = self._adapted_module("dot_general", rhs)
         if module is None:
             return y
-        return y + _delta(module, lhs, lambda x, w: jnp.dot(x, w)).astype(y.dtype)
+        return _plus(y, _delta(module, lhs, lambda x, w: jnp.dot(x, w)))
 
     def grouped_dot(self, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
         """Grouped product, plus each expert's own adapter on its rows."""
@@ -60,8 +63,8 @@ class AdapterProvider(qwix.LoraProvider):
         module = self._adapted_module("grouped_dot", rhs)
         if module is None:
             return y
-        delta = _delta(module, lhs, lambda x, w: grouped.grouped_dot(x, w, group_sizes))
-        return y + delta.astype(y.dtype)
+        product = functools.partial(grouped.grouped_dot, group_sizes=group_sizes)
+        return _plus(y, _delta(module, lhs, product))
 
     def _adapted_module(self, op: str, rhs: jax.Array) -> Any:
         """The projection whose kernel `rhs` is, with its adapter, if a rule names it."""
@@ -86,6 +89,19 @@ def _create_adapter(module: Any, rank: int) -> None:
     module.kernel_lora_a = nnx.LoRAParam(a, axes=(*lead, in_axis, None), init=uniform(inner**-0.5))
     module.kernel_lora_b = nnx.LoRAParam(b, axes=(*lead, None, out_axis), init=ZEROS)
     module.kernel_lora_scale = LoRAScale(jnp.ones((), jnp.float32), axes=(), init=ONES)
+
+
+def _plus(y: jax.Array, delta: jax.Array) -> jax.Array:
+    """`y + delta` in the dtype of `y`."""
+    # XLA's CPU code for a sum fused with, say, a norm behind it may round differently from the norm
+    # alone. As a computation of its own, a delta of zero leaves everything behind it bit for bit
+    # as in the base. Elsewhere the fusion is worth more.
+    return jax.lax.platform_dependent(y, delta.astype(y.dtype), cpu=_apart, default=jnp.add)
+
+
+def _apart(y: jax.Array, delta: jax.Array) -> jax.Array:
+    with xla_metadata.set_xla_metadata(inlineable="false"):
+        return jax.jit(jnp.add)(y, delta)
 
 
 def _delta(module: Any, x: jax.Array, product: Callable) -> jax.Array:
