@@ -4,6 +4,7 @@
 The only file that knows both the recipe and every component.
 """
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -40,6 +41,15 @@ from lora_tune.training.step import make_eval_step
 Batch = Mapping[str, np.ndarray]
 
 
+@contextlib.contextmanager
+def said_of(key: str) -> Iterator[None]:
+    """Names the recipe key that an InputError is about."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{key}: {error}") from error
+
+
 def find_source(path: str, *, revision: str | None = None, weights: bool = True) -> Source:
     """Finds a model by folder, hub id or `lora_tune:NAME`."""
     return find_model(str(assets.resolve(path)), revision=revision, weights=weights)
@@ -54,7 +64,7 @@ def abstract_model(source: Source, options: DecoderOptions) -> Decoder:
     """
     config = read_json(source.folder / "config.json")
     model_type = config.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise InputError(
             f"{source.folder / 'config.json'}: model_type {model_type!r} is not supported; "
             f"supported: {', '.join(FAMILIES)}"
@@ -63,6 +73,13 @@ def abstract_model(source: Source, options: DecoderOptions) -> Decoder:
     model = Decoder(family, family.read_config(config), options)
     model.origin = Origin(model_type, source.folder, source.base_name, source.commit)
     return model
+
+
+def declared_dtype(source: Source) -> str | None:
+    """The type that a model's `config.json` gives its weights: that of a fully trained export."""
+    config = read_json(source.folder / "config.json")
+    declared = config.get("dtype", config.get("torch_dtype"))
+    return declared if declared in ("float32", "bfloat16") else None
 
 
 def make_mesh(section: schema.Mesh) -> Mesh | None:
@@ -135,7 +152,8 @@ def make_model(recipe: schema.Recipe, source: Source, mesh: Mesh | None) -> Deco
 
 
 def _warm_start(model: Decoder, lora: schema.Lora) -> Decoder:
-    adapted = with_adapter(model, lora.adapter_path or "")
+    with said_of("lora.adapter_path"):
+        adapted = with_adapter(model, lora.adapter_path or "")
     held: LoraConfig = adapted.adapter.config
     asked = lora.config()
     if (held.r, held.lora_alpha, held.use_rslora) != (asked.r, asked.lora_alpha, asked.use_rslora):
@@ -166,10 +184,12 @@ class Data:
 def make_data(recipe: schema.Recipe, tokenizer: Any) -> Data:
     """Reads, encodes and packs the rows of a recipe."""
     section = recipe.data
-    examples = _examples(section, tokenizer, section.path, section.split, section.max_samples)
+    with said_of("data.path"):
+        examples = _examples(section, tokenizer, section.path, section.split, section.max_samples)
     held_out = None
     if section.eval_path is not None:
-        held_out = _examples(section, tokenizer, section.eval_path, section.eval_split, None)
+        with said_of("data.eval_path"):
+            held_out = _examples(section, tokenizer, section.eval_path, section.eval_split, None)
     dataset = pipeline.Dataset(
         examples,
         max_length=section.max_length,
@@ -192,6 +212,8 @@ def _examples(
         format=section.format,
         max_samples=max_samples,
     )
+    if rows.format == "messages":
+        tokenizers.require_chat_template(tokenizer)
     encoder = Encoder(
         tokenizer,
         format=rows.format,

@@ -2,7 +2,6 @@
 """A whole run: recipe in; run folder, adapter and numbers out."""
 
 import dataclasses
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from lora_tune import recipe as recipes
 from lora_tune.checkpoint import Checkpoints, Restored
 from lora_tune.errors import InputError
 from lora_tune.hf import peft, save
-from lora_tune.hf.folder import check_replaceable
+from lora_tune.hf.folder import check_replaceable, check_writable, replace_file
 from lora_tune.hf.table import bind
 from lora_tune.lora.inject import AdapterRow, adapter_table
 from lora_tune.models.decoder import Decoder
@@ -69,12 +68,14 @@ def train(recipe: str, overrides: Sequence[str] = ()) -> Result:
     """
     loaded = recipes.load(recipe, overrides)
     run_dir = Path(loaded.output_dir)
+    check_writable(run_dir)
     for name in ("adapter", "merged"):
         check_replaceable(run_dir / name)
     mesh = build.make_mesh(loaded.mesh)
-    source = build.find_source(
-        loaded.model.path, revision=loaded.model.revision, weights=loaded.model.init == "pretrained"
-    )
+    path, revision = loaded.model.path, loaded.model.revision
+    with build.said_of("model.path"):
+        weights = loaded.model.init == "pretrained"
+        source = build.find_source(path, revision=revision, weights=weights)
     abstract = build.abstract_model(source, build.DecoderOptions())
     tokenizer = build.make_tokenizer(loaded, source, abstract.config.vocab_size)
     data = build.make_data(loaded, tokenizer)
@@ -108,12 +109,17 @@ class _Run:
         recipe, split = self.recipe, self.split
         optimizer, schedule = build.optimizer_of(recipe, self.total_steps)
         opt_state, opt_shardings = build.init_optimizer(optimizer, split, self.mesh)
-        checkpoints = self._open_folder()
+        checkpoints = Checkpoints(
+            self.run_dir / "checkpoints",
+            keep=recipe.save.keep,
+            every=recipe.save.every,
+            fingerprint=build.fingerprint(recipe, self.source),
+        )
         restored = self._restore(checkpoints, (split.trainable, opt_state))
         trainable, start = split.trainable, 0
         if restored is not None:
-            self.data.train.check(restored.meta.position)
             trainable, opt_state, start = restored.trainable, restored.opt_state, restored.meta.step
+        self._describe()
         answer = self._answerer()
         with self._metrics(restored) as metrics:
             self._introduce(metrics, start)
@@ -144,24 +150,17 @@ class _Run:
                 self.run_dir, outcome.step, metrics.rows(), adapter, merged, outcome.interrupted
             )
 
-    def _open_folder(self) -> Checkpoints:
-        recipe = self.recipe
+    def _describe(self) -> None:
+        """Writes what the run is, once it is known that the folder is this run's to write."""
         try:
-            self.run_dir.mkdir(parents=True, exist_ok=True)
-            recipes.save(recipe, self.run_dir / "recipe.yaml")
+            recipes.save(self.recipe, self.run_dir / "recipe.yaml")
             if self.table:
                 _write_table(self.table, self.run_dir / "adapters.tsv")
         except OSError as error:
             raise InputError(
                 f"output_dir {self.run_dir} cannot be written ({error.strerror or error}); "
-                "set another output_dir"
+                "free space there or set another output_dir, then run the same command again"
             ) from error
-        return Checkpoints(
-            self.run_dir / "checkpoints",
-            keep=recipe.save.keep,
-            every=recipe.save.every,
-            fingerprint=build.fingerprint(recipe, self.source),
-        )
 
     def _restore(self, checkpoints: Checkpoints, state: tuple[Any, Any]) -> Restored | None:
         if self.recipe.train.resume == "never" and checkpoints.steps():
@@ -169,7 +168,16 @@ class _Run:
                 f"train.resume=never, but {checkpoints.folder} holds a checkpoint of step "
                 f"{checkpoints.latest()}; set another output_dir or train.resume=auto"
             )
-        return checkpoints.restore(state)
+        restored = checkpoints.restore(state)
+        if restored is not None:
+            self.data.train.check(restored.meta.position)
+            if restored.meta.step > self.total_steps:
+                raise InputError(
+                    f"{checkpoints.folder} holds a checkpoint of step {restored.meta.step}, but "
+                    f"the recipe asks for {self.total_steps} steps; set another output_dir or "
+                    f"train.max_steps={restored.meta.step}"
+                )
+        return restored
 
     def _metrics(self, restored: Restored | None) -> MetricsLog:
         start = 0 if restored is None else restored.meta.step
@@ -258,7 +266,7 @@ class _Run:
         state = unflatten({**self.split.frozen, **trainable})
         if self.lora is None:
             merged = self.run_dir / "merged"
-            dtype = recipe.model.dtype
+            dtype = build.declared_dtype(self.source) or recipe.model.dtype
             save.save_full(state, self.leaves, self.origin.folder, merged, dtype=jnp.dtype(dtype))
         elif recipe.save.adapter:
             adapter = self.run_dir / "adapter"
@@ -311,9 +319,7 @@ def _write_table(table: Sequence[AdapterRow], path: Path) -> None:
         f"{row.scale:g}\t{row.parameters}"
         for row in table
     ]
-    beside = path.with_name(f".{path.name}.partial")
-    beside.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    os.replace(beside, path)
+    replace_file(path, "\n".join(lines) + "\n")
 
 
 def _shape(shape: Sequence[int]) -> str:

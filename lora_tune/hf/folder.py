@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Output folders that appear complete or not at all."""
+"""Output folders and files that appear complete or not at all."""
 
 import contextlib
 import json
@@ -31,14 +31,14 @@ def new_folder(out_dir: Path, *, kind: str) -> Iterator[Path]:
     """
     out_dir = Path(os.path.abspath(out_dir))
     check_replaceable(out_dir)
-    partial = out_dir.with_name(f".{out_dir.name}.partial")
+    partial, old = (out_dir.with_name(f".{out_dir.name}.{end}") for end in ("partial", "old"))
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         yield partial
         (partial / MARKER).write_text(json.dumps({"kind": kind}) + "\n", encoding="utf-8")
         _sync(partial)
-        _swap(partial, out_dir)
+        _swap(partial, out_dir, old)
     except OSError as error:
         raise InputError(
             f"{out_dir}: could not be written ({error.strerror or error}), so nothing was; "
@@ -46,6 +46,41 @@ def new_folder(out_dir: Path, *, kind: str) -> Iterator[Path]:
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        if out_dir.exists():
+            # Also what a swap that was killed half way left behind.
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Writes a text file that is complete, old or new, at every moment.
+
+    Raises:
+      OSError: it cannot be written; nothing is left behind.
+    """
+    beside = path.with_name(f".{path.name}.partial")
+    try:
+        with beside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def check_writable(folder: Path) -> None:
+    """Checks, without making anything, that an output folder can be made or written to.
+
+    Raises:
+      InputError: it is a file, lies below one, or may not be written.
+    """
+    place = Path(os.path.abspath(folder))
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir():
+        raise InputError(f"output_dir {folder}: {place} is a file; set another output_dir")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise InputError(f"output_dir {folder}: {place} may not be written; set another output_dir")
 
 
 def check_replaceable(out_dir: Path) -> None:
@@ -85,11 +120,10 @@ def _sync(folder: Path) -> None:
             os.close(descriptor)
 
 
-def _swap(partial: Path, out_dir: Path) -> None:
+def _swap(partial: Path, out_dir: Path, old: Path) -> None:
     if not out_dir.exists() or not any(out_dir.iterdir()):
         os.rename(partial, out_dir)  # over an empty folder this replaces it
         return
-    old = out_dir.with_name(f".{out_dir.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     os.rename(out_dir, old)
     try:
@@ -97,4 +131,3 @@ def _swap(partial: Path, out_dir: Path) -> None:
     except OSError:
         os.rename(old, out_dir)
         raise
-    shutil.rmtree(old, ignore_errors=True)

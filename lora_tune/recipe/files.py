@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where recipes are: shipped ones, files of the user, and the resolved one of a run."""
 
-import os
 from dataclasses import asdict
 from pathlib import Path
 
 from omegaconf import OmegaConf
 
 from lora_tune.errors import InputError
+from lora_tune.hf.folder import replace_file
 from lora_tune.recipe.schema import Recipe
 
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -54,15 +54,5 @@ def save(recipe: Recipe, path: str | Path) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    path = Path(path)
-    body = OmegaConf.to_yaml(OmegaConf.create(asdict(recipe)))
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with beside.open("w", encoding="utf-8") as file:
-            file.write("# The resolved recipe of this run; `lora-tune recipe=` runs it again.\n")
-            file.write(body)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+    head = "# The resolved recipe of this run; `lora-tune recipe=` runs it again.\n"
+    replace_file(Path(path), head + OmegaConf.to_yaml(OmegaConf.create(asdict(recipe))))

@@ -5,6 +5,7 @@ One JSON object a line. Lines of a training step carry `loss`, lines of an evalu
 `step` in either is the number of finished optimizer steps.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lora_tune.errors import InputError
+from lora_tune.hf.folder import replace_file
 
 Row = Mapping[str, Any]
 
@@ -58,19 +60,22 @@ class MetricsLog:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             kept = [] if resume_step is None else _rows_until(self.path, resume_step)
-            _replace(self.path, "".join(_line(row) for row in kept))
+            replace_file(self.path, "".join(_line(row) for row in kept))
             self._file = self.path.open("ab", buffering=0)
         except OSError as error:
             raise _unwritable(self.path, error) from error
 
     def write(self, row: Row) -> None:
         """Appends one row, flushed to disk, and passes it to the writers."""
+        whole = os.fstat(self._file.fileno()).st_size
         try:
             data = memoryview(_line(row).encode())
             while data:
                 data = data[self._file.write(data) :]
             os.fsync(self._file.fileno())
         except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file.fileno(), whole)
             raise _unwritable(self.path, error) from error
         for writer in self._writers:
             writer.write(row)
@@ -177,15 +182,6 @@ def _line(row: Row) -> str:
     return json.dumps(finite, allow_nan=False) + "\n"
 
 
-def _replace(path: Path, text: str) -> None:
-    beside = path.with_name(f"{path.name}.new")
-    with beside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
-
-
 def _run_id(folder: Path) -> str:
     """A wandb id that is made once per run folder and kept in it."""
     import uuid
@@ -193,7 +189,7 @@ def _run_id(folder: Path) -> str:
     path = folder / "wandb" / "lora_tune_run_id"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        _replace(path, uuid.uuid4().hex[:16])
+        replace_file(path, uuid.uuid4().hex[:16])
     return path.read_text(encoding="utf-8").strip()
 
 
