@@ -93,9 +93,9 @@ def _arguments(value: Any, *, where: str) -> dict[str, Any]:
     while isinstance(decoded, str):
         try:
             decoded = json.loads(decoded)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(
-                f"{where}: `arguments` is not valid JSON ({error.msg}), got {_short(value)}"
+                f"{where}: `arguments` is not valid JSON ({error}), got {_short(value)}"
             ) from error
     if not isinstance(decoded, Mapping):
         raise InputError(f"{where}: `arguments` must be a JSON object, got {_short(value)}")
@@ -109,8 +109,8 @@ def tools(value: Any, *, where: str) -> list[dict[str, Any]] | None:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise InputError(f"{where}: `tools` is not valid JSON ({error.msg})") from error
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{where}: `tools` is not valid JSON ({error})") from error
     if value is not None and (
         not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value)
     ):

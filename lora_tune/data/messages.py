@@ -225,7 +225,8 @@ class Encoder:
         if not example.mask.any():
             raise InputError(
                 f"{where}: no token would be trained, because what the assistant should answer is "
-                "empty: remove the row or complete it"
+                "empty or the chat template leaves it out: complete or remove the row, or set "
+                "model.chat_template"
             )
         if self._answers_only and example.mask.all():
             raise InputError(

@@ -24,6 +24,7 @@ FORMATS: dict[str, tuple[str, ...]] = {
 EXTENSIONS = (".jsonl", ".json", ".parquet")
 ACCEPTED = "`messages` (with optional `tools`), `prompt` and `completion`, or `text`"
 
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # an escaped surrogate, half of a pair
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _SHOWN = 5
 
@@ -117,10 +118,11 @@ def _checked(
     format: str | None,
 ) -> Rows:
     """One pass over every row: choose the format, count, and collect what is wrong."""
-    count, problems = 0, _Problems(source)
-    for where, fields in opened():
+    count, problems, unseen = 0, _Problems(source), set(columns.values())
+    for where, raw in opened():
         count += 1
-        fields = _renamed(fields, columns)
+        unseen -= raw.keys()
+        fields = _renamed(raw, columns)
         if isinstance(fields.get(_BROKEN), str):
             problems.add(fields[_BROKEN])
             continue
@@ -129,6 +131,11 @@ def _checked(
         if missing:
             problems.add(f"{where}: column {_names(missing)} is missing or null, {_found(fields)}")
     problems.raise_if_any()
+    if unseen:
+        raise InputError(
+            f"data.columns names {_names(sorted(unseen))}, which no row of {source!r} has: correct "
+            "the name or remove it"
+        )
     if count == 0 or format is None:
         raise InputError(f"the data set {source!r} has no rows")
     return Rows(source, format, count, opened, columns)
@@ -144,7 +151,7 @@ def _detect(where: str, fields: Mapping[str, Any]) -> str:
 def _renamed(fields: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
     if not columns:
         return fields
-    kept = {k: v for k, v in fields.items() if k not in columns.values()}
+    kept = {k: v for k, v in fields.items() if k not in columns and k not in columns.values()}
     return kept | {ours: fields[theirs] for ours, theirs in columns.items() if theirs in fields}
 
 
@@ -213,16 +220,28 @@ def _json_row(where: str, line: bytes) -> Row:
         return where, {_BROKEN: f"{where}: not UTF-8 text at byte {error.start} of the line"}
     except json.JSONDecodeError as error:
         return where, {_BROKEN: f"{where}: broken JSON at column {error.colno} ({error.msg})"}
+    except ValueError:
+        return where, {_BROKEN: f"{where}: a JSON number has too many digits"}
     except RecursionError:
         return where, {_BROKEN: f"{where}: JSON nested too deeply"}
-    return _json_object(where, value)
+    return _json_object(where, value, may_hold_halves=bool(_HALF.search(line)))
 
 
-def _json_object(where: str, value: Any) -> Row:
+def _json_object(where: str, value: Any, *, may_hold_halves: bool) -> Row:
+    if may_hold_halves and not _is_text(value):
+        return where, {_BROKEN: f"{where}: a \\u escape is half of a surrogate pair, no text"}
     if isinstance(value, dict):
         return where, value
     kind = type(value).__name__
     return where, {_BROKEN: f"{where}: expected a JSON object with {ACCEPTED}, got a {kind}"}
+
+
+def _is_text(value: Any) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _json_file(path: Path) -> Iterator[Row]:
@@ -233,11 +252,13 @@ def _json_file(path: Path) -> Iterator[Row]:
         yield from _json_lines(path)
         return
     try:
-        values = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raw = path.read_bytes()
+        values = json.loads(raw.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
         raise InputError(f"the data file {str(path)!r} is broken JSON: {error}") from error
+    may_hold_halves = bool(_HALF.search(raw))
     for number, value in enumerate(values):
-        yield _json_object(f"{path}[{number}]", value)
+        yield _json_object(f"{path}[{number}]", value, may_hold_halves=may_hold_halves)
 
 
 def _parquet(path: Path) -> Iterator[Row]:

@@ -78,5 +78,6 @@ def require_chat_template(tokenizer: "PreTrainedTokenizerBase") -> None:
     except ValueError as error:
         raise InputError(
             f"the tokenizer of {tokenizer.name_or_path!r} has no chat template, which rows of "
-            "messages need: give a template file, or use `text` or plain `prompt`/`completion` rows"
+            "messages need: set model.chat_template to a Jinja file, or use `text` or plain "
+            "`prompt`/`completion` rows"
         ) from error

@@ -6,7 +6,7 @@ B batch, T time, D embed, N heads, K key (or kv) heads, V value heads, H head di
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -110,33 +110,65 @@ def read_config(hf: Mapping[str, Any]) -> Qwen3NextConfig:
       InputError: naming every field that is of the wrong type, contradictory, or asks for a
         feature that the layers lack.
     """
-    rope = dict(hf.get("rope_parameters") or {})
     values = {name: hf.get(name, default) for name, default in _DEFAULTS.items()}
-    problems = [
-        f"{name} is {values[name]!r}, expected {type(default).__name__}"
-        for name, default in _DEFAULTS.items()
-        if not _has_type_of(values[name], default)
-    ]
+    problems = [*_value_problems(values), *_shape_problems(hf)]
     problems += [
         f"{name}={hf[name]!r} is not supported (only {' or '.join(map(repr, allowed))})"
         for name, allowed in _ONLY.items()
         if name in hf and hf[name] not in allowed
     ]
-    if rope.get("rope_type", "default") != "default":
-        problems.append(f"rope_parameters.rope_type={rope['rope_type']!r} is not supported")
     if problems:
         raise InputError("config.json (qwen3_next): " + "; ".join(problems))
+    rope = _rope(hf)
     config = Qwen3NextConfig(
         **values,
-        rope_theta=float(rope.get("rope_theta", hf.get("rope_theta", 10000.0))),
-        partial_rotary_factor=float(
-            rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 0.25))
-        ),
+        rope_theta=float(rope["rope_theta"]),
+        partial_rotary_factor=float(rope["partial_rotary_factor"]),
         mlp_only_layers=tuple(hf.get("mlp_only_layers") or ()),
         layer_types=_layer_types(hf, values["num_hidden_layers"]),
     )
     _check_sizes(config)
     return config
+
+
+def _value_problems(values: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with the fields that are one number or one truth value."""
+    for name, default in _DEFAULTS.items():
+        value, least = values[name], 0 if name.startswith("num_experts") else 1
+        if not _has_type_of(value, default):
+            yield f"{name} is {value!r}, expected {type(default).__name__}"
+        elif type(default) is int and value < least:
+            yield f"{name} is {value}, expected at least {least}"
+
+
+def _shape_problems(hf: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with the fields that say which layer is what, and with rope."""
+    interval = hf.get("full_attention_interval", 4)
+    if not _has_type_of(interval, 1) or interval < 1:
+        yield f"full_attention_interval is {interval!r}, expected a number of layers"
+    for name, kind in (("layer_types", str), ("mlp_only_layers", int)):
+        value = hf.get(name)
+        is_list = isinstance(value, Sequence) and not isinstance(value, str)
+        if value is not None and not (is_list and all(type(item) is kind for item in value)):
+            yield f"{name} is {value!r}, expected a list of {kind.__name__}"
+    if not isinstance(hf.get("rope_parameters") or {}, Mapping):
+        yield f"rope_parameters is {hf['rope_parameters']!r}, expected an object"
+        return
+    rope = _rope(hf)
+    if rope.get("rope_type", "default") != "default":
+        yield f"rope_parameters.rope_type={rope['rope_type']!r} is not supported"
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if not _has_type_of(rope[name], 1.0) or rope[name] <= 0:
+            yield f"{name} is {rope[name]!r}, expected a number above 0"
+
+
+def _rope(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The rope fields; transformers 5 moved them from the top into `rope_parameters`."""
+    top = {
+        "rope_theta": hf.get("rope_theta", 10000.0),
+        "partial_rotary_factor": hf.get("partial_rotary_factor", 0.25),
+    }
+    return top | dict(hf.get("rope_parameters") or {})
 
 
 def _has_type_of(value: Any, example: Any) -> bool:
@@ -246,7 +278,7 @@ class GatedDeltaNet(nnx.Module):
 
 
 def _chunk_size(key_head_dim: int) -> int:
-    """Chunk length of the delta rule: work inside a chunk grows with it, work between with the head.
+    """Chunk length of the delta rule: work inside a chunk grows with it, work between falls.
 
     64 for the published head size of 128; narrow heads want shorter chunks (3.5 times faster at 32
     with chunks of 16 than of 64, on a CPU).

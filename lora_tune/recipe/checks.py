@@ -101,6 +101,8 @@ def _model_and_lora(recipe: Recipe) -> Iterator[str]:
         yield "model.param_scan_axis has no effect with model.scan_layers: false; set it to 0"
     if recipe.lora is None:
         return
+    if recipe.save.merged and recipe.model.init == "random":
+        yield "save.merged needs a checkpoint to merge into; model.init: random has none"
     try:
         recipe.lora.config()
     except InputError as error:
