@@ -191,7 +191,7 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: is not valid JSON ({error})") from error
     if not isinstance(content, dict):
         raise InputError(f"{path}: expected a JSON object, got {type(content).__name__}")
