@@ -59,7 +59,8 @@ def _local(folder: Path) -> Source:
     match = _SNAPSHOT.fullmatch(full.parent.parent.name)
     if match and full.parent.name == "snapshots":
         return Source(folder, f"{match['owner']}/{match['name']}", full.name)
-    return Source(folder, None, None)
+    # Absolute: `models/mine` would read as a hub id in the adapter that names its base.
+    return Source(full, None, None)
 
 
 def _from_hub(hub_id: str, revision: str | None, weights: bool) -> Source:
