@@ -43,5 +43,5 @@ class GatedRMSNorm(nnx.Module):
     def __call__(self, x: jax.Array, gate: jax.Array) -> jax.Array:
         """Normalises the last axis of `x` and multiplies by `silu(gate)`, both `[..., H]`."""
         # The Hugging Face module rounds the weighted product to the input dtype before the gate.
-        y = _scale(rms_normalise(x, self.eps).astype(x.dtype), self.weight[...])
+        y = _scale(rms_normalise(x, self.eps).astype(x.dtype), self.weight[...]).astype(x.dtype)
         return (y * jax.nn.silu(gate.astype(jnp.float32))).astype(x.dtype)
