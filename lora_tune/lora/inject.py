@@ -165,7 +165,7 @@ def _rank_mask(stack: StackTarget, leaf: Leaf) -> np.ndarray:
     mask = (np.arange(stack.r) < stack.ranks[..., None]).astype(np.float32)  # [*stack, r]
     layer_axes = leaf.stack_axes[: stack.ranks.ndim]
     shape = [n if i in (*layer_axes, len(leaf.shape) - 1) else 1 for i, n in enumerate(leaf.shape)]
-    return np.broadcast_to(mask.reshape(shape), leaf.shape)
+    return mask.reshape(shape)
 
 
 @dataclasses.dataclass(frozen=True)
