@@ -17,6 +17,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from lora_tune import scan
+from lora_tune.errors import InputError
 from lora_tune.hf.table import Row
 from lora_tune.layers.linear import Embed, Linear
 from lora_tune.layers.norms import RMSNorm
@@ -114,6 +115,15 @@ class DecoderOptions:
     param_scan_axis: int = 0
     remat: str = "full"
     loss_chunk: int = 512
+
+    def __post_init__(self) -> None:
+        if self.remat not in ("full", "none"):
+            raise InputError(f"remat is {self.remat!r}, expected 'full' or 'none'")
+        if self.param_scan_axis < 0 or self.loss_chunk < 1:
+            raise InputError(
+                f"expected param_scan_axis >= 0 and loss_chunk >= 1, got {self.param_scan_axis} "
+                f"and {self.loss_chunk}"
+            )
 
 
 def segment_positions(segment_ids: jax.Array) -> jax.Array:
