@@ -47,7 +47,8 @@ def make_mesh(
     """Builds the device mesh, with axes `data`, `fsdp`, `expert` and `tensor`.
 
     Raises:
-      InputError: an axis is smaller than 1, or the product is not the number of devices.
+      InputError: an axis is smaller than 1, or the product exceeds the number of devices. With a
+        smaller product the first devices are used.
     """
     sizes = {"data": data, "fsdp": fsdp, "expert": expert, "tensor": tensor}
     wrong = [f"mesh.{name}={size}" for name, size in sizes.items() if size < 1]
