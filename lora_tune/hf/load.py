@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from lora_tune.errors import InputError
 from lora_tune.hf.files import DTYPES, Checkpoint, Tensor, open_checkpoint, raise_listed
-from lora_tune.hf.table import Family, Leaf, Path, base_params, bind
+from lora_tune.hf.table import Family, Leaf, Path, base_params, bind, make_array
 
 _HEAD, _EMBEDDING = "lm_head.kernel", "embed_tokens.embedding"
 # Exponent bits all set: an infinity or a NaN. Integer tests are many times faster than isfinite
@@ -91,36 +91,19 @@ def check_tensors(checkpoint: Checkpoint, leaves: Sequence[Leaf], family: Family
 def _load(
     leaf: Leaf, checkpoint: Checkpoint, dtype: np.dtype, sharding: jax.sharding.Sharding | None
 ) -> jax.Array:
-    def read(index: tuple[slice, ...] | None) -> np.ndarray:
-        whole = (slice(None),) * len(leaf.shape)
-        return _read_slice(leaf, checkpoint, dtype, whole if index is None else index)
-
-    if sharding is None:
-        return jax.device_put(read(None))
-    return jax.make_array_from_callback(leaf.shape, sharding, read)
-
-
-def _read_slice(
-    leaf: Leaf, checkpoint: Checkpoint, dtype: np.dtype, index: Sequence[slice]
-) -> np.ndarray:
-    """The part of a leaf's array under `index`, read from the files."""
-    ranges = [range(*s.indices(n)) for s, n in zip(index, leaf.shape, strict=True)]
-    out = np.empty([len(r) for r in ranges], dtype)
-    inner = [slice(ranges[i].start, ranges[i].stop, ranges[i].step) for i in leaf.inner_axes]
-    window = leaf.view.hf_index(inner)
-    stacked = [ranges[i] for i in leaf.stack_axes]
-    for cell in np.ndindex(*(len(r) for r in stacked)):
-        source = tuple(r[i] for r, i in zip(stacked, cell, strict=True))
-        tensor = checkpoint.tensors[str(leaf.names[source])]
+    def read(name: str, window: tuple[slice, ...]) -> np.ndarray:
+        tensor = checkpoint.tensors[name]
+        values = tensor.array()[leaf.view.hf_index(window)]
         with np.errstate(over="ignore"):  # an overflow is reported below, by name
-            part = leaf.view.from_hf(tensor.array()[window]).astype(dtype)
+            part = leaf.view.from_hf(values).astype(dtype)
         if not _is_finite(part):
             raise InputError(
                 f"{tensor.where} holds a NaN or an infinity (read as {dtype}); the checkpoint is "
                 "damaged or does not fit this type"
             )
-        out[leaf.place(cell)] = part
-    return out
+        return part
+
+    return make_array(leaf, dtype, read, sharding)
 
 
 def _is_finite(array: np.ndarray) -> bool:

@@ -9,9 +9,10 @@ import followed by export is exact. Loading, merging and the PEFT adapter all re
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast
 
+import jax
 import numpy as np
 from flax import nnx
 
@@ -156,6 +157,36 @@ class Leaf:
         for axis, i in zip(self.stack_axes, cell, strict=True):
             index[axis] = i
         return tuple(index)
+
+
+def make_array(
+    leaf: Leaf,
+    dtype: np.dtype,
+    part: Callable[[str, tuple[slice, ...]], np.ndarray],
+    sharding: jax.sharding.Sharding | None,
+) -> jax.Array:
+    """Builds a parameter tensor by tensor, each device's share on its own.
+
+    Args:
+      leaf: shape, and the Hugging Face name of every slice.
+      dtype: of the array.
+      part: `(name, inner slices) -> values` of one Hugging Face tensor, in our layout.
+      sharding: None for the default device.
+    """
+
+    def share(index: Sequence[slice]) -> np.ndarray:
+        ranges = [range(*s.indices(n)) for s, n in zip(index, leaf.shape, strict=True)]
+        window = tuple(slice(ranges[i].start, ranges[i].stop) for i in leaf.inner_axes)
+        stacked = [ranges[i] for i in leaf.stack_axes]
+        out = np.empty([len(r) for r in ranges], dtype)
+        for cell in np.ndindex(*(len(r) for r in stacked)):
+            source = tuple(r[i] for r, i in zip(stacked, cell, strict=True))
+            out[leaf.place(cell)] = part(leaf.names[source], window)
+        return out
+
+    if sharding is None:
+        return jax.device_put(share([slice(None)] * len(leaf.shape)))
+    return jax.make_array_from_callback(leaf.shape, sharding, share)
 
 
 def hf_state(leaf: Leaf, array: Any) -> Iterator[tuple[str, np.ndarray]]:

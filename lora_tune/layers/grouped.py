@@ -43,8 +43,8 @@ def _blocked_dot(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Arra
     shift = (padded_ends - (-(-group_sizes // _BLOCK) * _BLOCK)) - (ends - group_sizes)
     nowhere = blocks * _BLOCK
     slot = jnp.where(group < groups, jnp.arange(n) + shift[inside], nowhere)
-    source = jnp.full((nowhere,), n, jnp.int32).at[slot].set(
-        jnp.arange(n, dtype=jnp.int32), mode="drop"
+    source = (
+        jnp.full((nowhere,), n, jnp.int32).at[slot].set(jnp.arange(n, dtype=jnp.int32), mode="drop")
     )
     rows = permute(x, source, slot).reshape(blocks, _BLOCK, -1)
     owner = jnp.searchsorted(padded_ends, jnp.arange(blocks) * _BLOCK, side="right")

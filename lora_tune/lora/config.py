@@ -38,7 +38,7 @@ class LoraConfig:
       lora_dropout: probability of dropping an input of A, in training only.
       target_modules: list items match a module that equals them or ends with "." + item; a string
         is a regular expression for the whole name, or "all-linear" for every projection except
-        the head (router and shared-expert gate included, as in PEFT).
+        the head and the router (the shared-expert gate is one, as in PEFT).
       exclude_modules: modules to leave out, matched in the same two manners.
       use_rslora: scale by alpha / sqrt(r) instead of alpha / r.
       rank_pattern, alpha_pattern: regular expression for the end of a name -> r or alpha of the

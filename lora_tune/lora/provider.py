@@ -108,7 +108,8 @@ def _delta(module: Any, x: jax.Array, product: Callable) -> jax.Array:
     """`dropout(x) @ A * scale @ B`, in the dtype of the activations."""
     x = _dropout(module, x)
     low = product(x, module.kernel_lora_a[...].astype(x.dtype))
-    low = low * module.kernel_lora_scale[...].astype(x.dtype)
+    # The scale is not rounded to the activations' dtype: the saved adapter has it exact.
+    low = (low * module.kernel_lora_scale[...]).astype(x.dtype)
     return product(low, module.kernel_lora_b[...].astype(x.dtype))
 
 

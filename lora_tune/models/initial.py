@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Sharding
 
-from lora_tune.hf.table import Leaf, Path, base_params, bind
+from lora_tune.hf.table import Leaf, Path, base_params, bind, make_array
 from lora_tune.layers.weights import Draw
 
 
@@ -34,20 +34,10 @@ def draw_leaf(leaf: Leaf, draw: Draw, seed: int, sharding: Sharding | None = Non
     """
     inner_shape = tuple(leaf.shape[i] for i in leaf.inner_axes)
 
-    def part(index: tuple[slice, ...]) -> np.ndarray:
-        ranges = [range(*s.indices(n)) for s, n in zip(index, leaf.shape, strict=True)]
-        out = np.empty([len(r) for r in ranges], leaf.dtype)
-        window = tuple(index[i] for i in leaf.inner_axes)
-        stacked = [ranges[i] for i in leaf.stack_axes]
-        for cell in np.ndindex(*(len(r) for r in stacked)):
-            source = tuple(r[i] for r, i in zip(stacked, cell, strict=True))
-            values = draw(generator(seed, leaf.names[source]), inner_shape)
-            out[leaf.place(cell)] = values[window]
-        return out
+    def part(name: str, window: tuple[slice, ...]) -> np.ndarray:
+        return draw(generator(seed, name), inner_shape)[window]
 
-    if sharding is None:
-        return jax.device_put(part((slice(None),) * len(leaf.shape)))
-    return jax.make_array_from_callback(leaf.shape, sharding, part)
+    return make_array(leaf, leaf.dtype, part, sharding)
 
 
 def initialise(model: Any, *, seed: int, shardings: Mapping[Path, Sharding] | None = None) -> Any:
