@@ -105,14 +105,21 @@ def load_weights(model: Decoder, *, mesh: Mesh | None, random_seed: int | None =
     return nnx.merge(nnx.split(model)[0], state)
 
 
-def with_adapter(model: Decoder, folder: Path | str) -> Decoder:
+def with_adapter(model: Decoder, folder: Path | str, *, dropout: float | None = None) -> Decoder:
     """Returns the model with a saved adapter, ours or PEFT's.
+
+    Args:
+      model: a decoder with weights; not modified.
+      folder: of the adapter.
+      dropout: of its inputs in training, None for what the adapter says.
 
     Raises:
       InputError: the adapter does not fit the model (see `lora_tune.hf.peft.load_adapter`).
     """
     leaves = bind(model.family, model)
     config, adapters = load_adapter(folder, leaves, model_type=model.origin.model_type)
+    if dropout is not None:
+        config = dataclasses.replace(config, lora_dropout=dropout)
     adapted = add_lora(model, config)
     for path, array in adapter_arrays(adapters).items():
         variable = _at(adapted, path)
@@ -153,7 +160,7 @@ def make_model(recipe: schema.Recipe, source: Source, mesh: Mesh | None) -> Deco
 
 def _warm_start(model: Decoder, lora: schema.Lora) -> Decoder:
     with said_of("lora.adapter_path"):
-        adapted = with_adapter(model, lora.adapter_path or "")
+        adapted = with_adapter(model, lora.adapter_path or "", dropout=lora.lora_dropout)
     held: LoraConfig = adapted.adapter.config
     asked = lora.config()
     if (held.r, held.lora_alpha, held.use_rslora) != (asked.r, asked.lora_alpha, asked.use_rslora):
