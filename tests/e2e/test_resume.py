@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run that is killed, or asked to stop, at any moment, and the same command again."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_run import leftovers, losses_of, rows_of, tree_of, write_chats, write_model, write_recipe
+
+from lora_tune import cli
+
+ROOT = Path(__file__).parents[2]
+STEPS = 12
+# Dropout makes every step depend on its random key, packing and two parts a step on data order.
+SECTIONS: dict[str, Any] = {
+    "lora": {"lora_dropout": 0.1},
+    "train": {"max_steps": STEPS, "gradient_accumulation_steps": 2},
+    "save": {"every": 2, "merged": True},
+    "eval": {"every": 5},
+}
+
+
+class Run:
+    """The command of one run folder, in processes of its own on one device."""
+
+    def __init__(self, recipe: Path, output_dir: Path):
+        self.folder = output_dir
+        self.recipe = recipe
+
+    def start(self) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "lora_tune.cli", f"recipe={self.recipe}"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
+        return subprocess.Popen(
+            [*command, f"output_dir={self.folder}"],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def finish(self) -> str:
+        process = self.start()
+        out, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+        return out
+
+    def kill_when(self, seen: Callable[[], bool], *, delay: float = 0.0) -> bool:
+        """Starts it and kills it as soon as `seen`; False if it was too late for that."""
+        process = self.start()
+        wait_for(process, seen)
+        time.sleep(delay)
+        process.kill()
+        _, err = process.communicate(timeout=300)
+        assert process.returncode in (0, -signal.SIGKILL), err
+        return process.returncode == -signal.SIGKILL
+
+    def stop_when(self, seen: Callable[[], bool], number: signal.Signals) -> tuple[int, str]:
+        """Starts it and sends a signal when `seen`; returns exit status and standard output."""
+        process = self.start()
+        wait_for(process, seen)
+        process.send_signal(number)
+        out, _ = process.communicate(timeout=300)
+        return process.returncode, out
+
+    def logged(self) -> int:
+        """Complete lines in the log."""
+        path = self.folder / "metrics.jsonl"
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+    def saved(self) -> list[int]:
+        """Steps of the checkpoints."""
+        return sorted(int(name) for name in self._checkpoints() if name.isdecimal())
+
+    def saving(self) -> bool:
+        return any("tmp" in name for name in self._checkpoints())
+
+    def exporting(self) -> bool:
+        return any((self.folder / f".{name}.partial").exists() for name in ("adapter", "merged"))
+
+    def _checkpoints(self) -> list[str]:
+        folder = self.folder / "checkpoints"
+        return os.listdir(folder) if folder.exists() else []
+
+
+def wait_for(process: subprocess.Popen[str], seen: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 300
+    while process.poll() is None and not seen():
+        assert time.monotonic() < deadline, "it never came to that moment"
+        # The moments of interest last a few milliseconds.
+        time.sleep(0.0005)
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("small")
+    model, chats = write_model(folder / "model"), write_chats(folder / "chats.jsonl", 60)
+    held_out = write_chats(folder / "held_out.jsonl", 5, first=100)
+    sections = {**SECTIONS, "data": {"eval_path": str(held_out)}}
+    return write_recipe(folder / "recipe.yaml", model=model, chats=chats, **sections)
+
+
+@pytest.fixture(scope="module")
+def whole(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing disturbed."""
+    run = Run(recipe, tmp_path_factory.mktemp("whole") / "run")
+    run.finish()
+    rows = rows_of(run.folder)
+    assert list(losses_of(rows)) == list(range(1, STEPS + 1))
+    assert [row["step"] for row in rows if "eval_loss" in row] == [0, 5, 10, STEPS]
+    # Otherwise a wrong order of examples could not be told from the right one.
+    assert len({row["trained_tokens"] for row in rows if "loss" in row}) > STEPS // 2
+    return run.folder
+
+
+def final_meta(run_dir: Path) -> Any:
+    return json.loads((run_dir / "checkpoints" / str(STEPS) / "meta" / "metadata").read_text())
+
+
+def assert_same_run(folder: Path, whole: Path) -> None:
+    """Everything that a run leaves, but for what the clock and the folder's name decide."""
+    assert rows_of(folder) == rows_of(whole)
+    assert final_meta(folder) == final_meta(whole)
+    for name in ("adapter", "merged"):
+        assert tree_of(folder / name) == tree_of(whole / name)
+    assert (folder / "adapters.tsv").read_bytes() == (whole / "adapters.tsv").read_bytes()
+    recipe = (folder / "recipe.yaml").read_text()
+    assert recipe.replace(str(folder), str(whole)) == (whole / "recipe.yaml").read_text()
+    assert sorted(os.listdir(folder)) == sorted(os.listdir(whole))
+    names = [sorted(os.listdir(run / "checkpoints")) for run in (folder, whole)]
+    assert names[0] == names[1]
+    assert leftovers(folder) == []
+
+
+@pytest.mark.slow
+def test_kill_9_at_any_moment_and_the_same_command_again(
+    recipe: Path, whole: Path, tmp_path: Path
+) -> None:
+    run = Run(recipe, tmp_path / "run")
+    assert run.kill_when(lambda: True, delay=random.uniform(0.2, 4.0)), "killed while starting"
+    assert run.saved() == []
+
+    target = random.randint(3, 5)
+    assert run.kill_when(lambda: run.logged() > target, delay=random.uniform(0.0, 0.05))
+    assert max(run.saved(), default=0) < STEPS
+
+    before = max(run.saved(), default=0)
+    assert run.kill_when(lambda: max(run.saved(), default=0) > before and run.saving())
+
+    # A finished run exports again, so that one missed moment is followed by the next.
+    assert any(run.kill_when(run.exporting) for _ in range(5)), "never killed in the export"
+    assert run.saved()[-1] == STEPS
+
+    run.finish()
+    assert_same_run(run.folder, whole)
+
+
+@pytest.mark.slow
+def test_signals_save_say_where_and_do_not_look_like_success(
+    recipe: Path, whole: Path, tmp_path: Path
+) -> None:
+    run = Run(recipe, tmp_path / "run")
+    for number, status in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
+        logged = run.logged()
+        code, out = run.stop_when(lambda logged=logged: run.logged() > max(logged, 2), number)
+        assert code == status, out
+        step = run.saved()[-1]
+        assert f"{number.name}: stopped after step {step}, saved in {run.folder}" in out
+        assert step < STEPS
+        assert not (run.folder / "adapter").exists()
+        assert leftovers(run.folder) == []
+    assert f"going on after step {step}" in run.finish()
+    # Saved at other steps as well; all else is the same.
+    assert rows_of(run.folder) == rows_of(whole)
+    assert tree_of(run.folder / "adapter") == tree_of(whole / "adapter")
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("train.resume=never", "train.resume=never, but"),
+        ("optim.learning_rate=0.5", "belongs to another run: optim was"),
+        ("lora.r=2", "belongs to another run: lora was"),
+        ("data.path={other}", "the training data is not what the checkpoint"),
+        ("train.max_steps=8", "holds a checkpoint of step 12, but the recipe asks for 8 steps"),
+    ],
+)
+def test_another_run_does_not_go_on_from_these_checkpoints(
+    recipe: Path,
+    whole: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    override: str,
+    said: str,
+) -> None:
+    other = write_chats(tmp_path / "other.jsonl", 61)
+    before = tree_of(whole)
+
+    status = cli.main([f"recipe={recipe}", f"output_dir={whole}", override.format(other=other)])
+
+    err = capsys.readouterr().err
+    assert status == 2
+    assert err.startswith("lora-tune: error: ")
+    assert err.count("\n") == 1
+    assert said in err
+    assert "output_dir" in err, "it says what to do"
+    assert tree_of(whole) == before
+
+
+def test_training_gone_wrong_is_one_sentence_and_leaves_no_adapter(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    wild = ["optim.learning_rate=1e30", "optim.max_grad_norm=null"]
+
+    status = cli.main([f"recipe={recipe}", f"output_dir={run_dir}", *wild])
+
+    err = capsys.readouterr().err
+    assert status == 1
+    assert err.startswith("lora-tune: error: ")
+    assert err.count("\n") == 1
+    assert "lower optim.learning_rate" in err
+    assert not (run_dir / "adapter").exists()
+    assert os.listdir(run_dir / "checkpoints") == []
+    assert len(losses_of(rows_of(run_dir))) < STEPS
+    assert leftovers(run_dir) == []
