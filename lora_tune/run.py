@@ -170,7 +170,7 @@ class _Run:
             )
         restored = checkpoints.restore(state)
         if restored is not None:
-            self.data.train.check(restored.meta.position)
+            self.data.train.check(dict(restored.meta.position))
             if restored.meta.step > self.total_steps:
                 raise InputError(
                     f"{checkpoints.folder} holds a checkpoint of step {restored.meta.step}, but "

@@ -174,7 +174,8 @@ def make_array(
       sharding: None for the default device.
     """
 
-    def share(index: Sequence[slice]) -> np.ndarray:
+    def share(index: Sequence[slice] | None) -> np.ndarray:
+        index = index or [slice(None)] * len(leaf.shape)
         ranges = [range(*s.indices(n)) for s, n in zip(index, leaf.shape, strict=True)]
         window = tuple(slice(ranges[i].start, ranges[i].stop) for i in leaf.inner_axes)
         stacked = [ranges[i] for i in leaf.stack_axes]
@@ -185,7 +186,7 @@ def make_array(
         return out
 
     if sharding is None:
-        return jax.device_put(share([slice(None)] * len(leaf.shape)))
+        return jax.device_put(share(None))
     return jax.make_array_from_callback(leaf.shape, sharding, share)
 
 

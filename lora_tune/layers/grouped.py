@@ -8,6 +8,7 @@ belong to one group each, and the blocks are multiplied in one batched product.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +29,36 @@ def grouped_dot(
       group_sizes: rows of each group; rows beyond their sum belong to no group, and what comes out
         for them is unspecified (zeros on CPU).
     """
+    return _by_platform(x, w, group_sizes)
+
+
+@jax.custom_vjp
+def _by_platform(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """The product in the platform's form, chosen once more in the backward pass.
+
+    The derivative of the choice itself keeps what either form may need: a second copy of the
+    matrices, and on TPU and GPU also zeros in place of the CPU form's blocks of matrices.
+    """
     return jax.lax.platform_dependent(
         x, w, group_sizes, cpu=_blocked_dot, default=jax.lax.ragged_dot
     )
+
+
+def _by_platform_forward(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> tuple:
+    return _by_platform(x, w, group_sizes), (x, w, group_sizes)
+
+
+def _by_platform_backward(kept: tuple, g: jax.Array) -> tuple:
+    def transposed(dot: Callable) -> Callable:
+        return lambda x, w, sizes, g: jax.vjp(lambda x, w: dot(x, w, sizes), x, w)[1](g)
+
+    dx, dw = jax.lax.platform_dependent(
+        *kept, g, cpu=transposed(_blocked_dot), default=transposed(jax.lax.ragged_dot)
+    )
+    return dx, dw, None
+
+
+_by_platform.defvjp(_by_platform_forward, _by_platform_backward)
 
 
 def _blocked_dot(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:

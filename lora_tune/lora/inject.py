@@ -10,7 +10,7 @@ copied nor re-stacked, and two adapters can share one base.
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -132,7 +132,7 @@ def _draw(
     """
     drawn = []
     for path, variable in nnx.to_flat_state(adapters):
-        kernel = leaves[(*path[:-1], KERNEL)]
+        kernel = leaves[cast(Path, (*path[:-1], KERNEL))]
         stack = stacks[kernel.path]
         metadata = variable.get_metadata()
         sharding = None if mesh is None else named_sharding(mesh, metadata["axes"])

@@ -9,7 +9,7 @@ the compiler handles `tensor`. The frozen weights are inputs only.
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -149,7 +149,7 @@ def make_step(
             "trained_tokens": sums["trained_tokens"],
             "tokens": sums["tokens"],
         }
-        return optax.apply_updates(trainable, updates), opt_state, metrics
+        return cast(Weights, optax.apply_updates(trainable, updates)), opt_state, metrics
 
     return step
 
