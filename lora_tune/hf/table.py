@@ -182,7 +182,7 @@ def make_array(
         out = np.empty([len(r) for r in ranges], dtype)
         for cell in np.ndindex(*(len(r) for r in stacked)):
             source = tuple(r[i] for r, i in zip(stacked, cell, strict=True))
-            out[leaf.place(cell)] = part(leaf.names[source], window)
+            out[leaf.place(cell)] = part(str(leaf.names[source]), window)
         return out
 
     if sharding is None:
