@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lora_tune import assets, sharding
 from lora_tune.data import pipeline, sources
 from lora_tune.data import tokenizer as tokenizers
-from lora_tune.data.messages import Encoder
+from lora_tune.data.messages import Encoder, Example
 from lora_tune.errors import InputError
 from lora_tune.hf.files import read_json
 from lora_tune.hf.hub import Source, find_model
@@ -29,7 +29,8 @@ from lora_tune.hf.load import load_params
 from lora_tune.hf.peft import adapter_arrays, load_adapter
 from lora_tune.hf.table import bind
 from lora_tune.lora.config import LoraConfig
-from lora_tune.lora.inject import add_lora
+from lora_tune.lora.inject import adapted_stacks, add_lora
+from lora_tune.lora.targets import StackTarget
 from lora_tune.models import FAMILIES
 from lora_tune.models.decoder import Decoder, DecoderOptions, Family, Origin
 from lora_tune.models.initial import initialise
@@ -84,6 +85,10 @@ def declared_dtype(source: Source) -> str | None:
 
 def make_mesh(section: schema.Mesh) -> Mesh | None:
     """The mesh of a recipe, None for a single device."""
+    if jax.process_count() > 1:
+        raise InputError(
+            f"{jax.process_count()} processes have joined, but a run uses the devices of one host"
+        )
     sizes = dataclasses.asdict(section)
     mesh = sharding.make_mesh(**sizes)
     return mesh if mesh.size > 1 else None
@@ -161,15 +166,25 @@ def make_model(recipe: schema.Recipe, source: Source, mesh: Mesh | None) -> Deco
 def _warm_start(model: Decoder, lora: schema.Lora) -> Decoder:
     with said_of("lora.adapter_path"):
         adapted = with_adapter(model, lora.adapter_path or "", dropout=lora.lora_dropout)
+    leaves = bind(model.family, model)
     held: LoraConfig = adapted.adapter.config
-    asked = lora.config()
-    if (held.r, held.lora_alpha, held.use_rslora) != (asked.r, asked.lora_alpha, asked.use_rslora):
+    found, asked = (_placement(adapted_stacks(leaves, c)) for c in (held, lora.config()))
+    if found != asked:
+        targets = held.target_modules
         raise InputError(
-            f"lora.adapter_path: {lora.adapter_path} has r={held.r}, "
-            f"lora_alpha={held.lora_alpha}, use_rslora={held.use_rslora}; set lora.r, "
-            "lora.lora_alpha and lora.use_rslora to these"
+            f"lora.adapter_path: {lora.adapter_path} has other modules, ranks or scales than the "
+            f"recipe asks for; set lora.r={held.r}, lora.lora_alpha={held.lora_alpha:g}, "
+            f"lora.use_rslora={str(held.use_rslora).lower()} and lora.target_modules="
+            f"{targets if isinstance(targets, str) else '[' + ','.join(targets) + ']'} as it has"
         )
     return adapted
+
+
+def _placement(stacks: Mapping[Any, StackTarget]) -> dict[Any, tuple[Any, ...]]:
+    return {
+        path: (stack.ranks.tolist(), np.round(stack.scales, 6).tolist())
+        for path, stack in stacks.items()
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,6 +193,7 @@ class Data:
 
     train: pipeline.Dataset
     held_out: pipeline.Examples | None
+    first: Example
 
     def batches(self, start_step: int) -> Iterator[Batch]:
         """Training batches from a step on."""
@@ -205,7 +221,7 @@ def make_data(recipe: schema.Recipe, tokenizer: Any) -> Data:
         seed=recipe.train.seed,
         shuffle=section.shuffle,
     )
-    return Data(dataset, held_out)
+    return Data(dataset, held_out, examples[0])
 
 
 def _examples(
@@ -336,5 +352,6 @@ def fingerprint(recipe: schema.Recipe, source: Source) -> dict[str, Any]:
         "optim": dataclasses.asdict(recipe.optim),
         "seed": recipe.train.seed,
         "batch_size": recipe.train.batch_size,
+        "gradient_accumulation_steps": recipe.train.gradient_accumulation_steps,
     }
     return json.loads(json.dumps(parts))

@@ -18,9 +18,8 @@ NextToken = Callable[[Any, jax.Array, jax.Array], jax.Array]
 def next_token(model: Any, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
     """The most likely token `[B]` after the first `lengths [B]` of `tokens [B, T]`."""
     real = jnp.arange(tokens.shape[1])[None, :] < lengths[:, None]
-    logits = model(tokens, segment_ids=real.astype(jnp.int32))
-    last = jnp.take_along_axis(logits, (lengths - 1)[:, None, None], axis=1)[:, 0]
-    return jnp.argmax(last, axis=-1).astype(jnp.int32)
+    logits = model(tokens, segment_ids=real.astype(jnp.int32), last=lengths - 1)
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
 def greedy(

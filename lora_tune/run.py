@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from lora_tune import build, generate
 from lora_tune import recipe as recipes
 from lora_tune.checkpoint import Checkpoints, Restored
+from lora_tune.data import messages
 from lora_tune.errors import InputError
 from lora_tune.hf import peft, save
 from lora_tune.hf.folder import check_replaceable, check_writable, replace_file
@@ -79,6 +80,7 @@ def train(recipe: str, overrides: Sequence[str] = ()) -> Result:
     abstract = build.abstract_model(source, build.DecoderOptions())
     tokenizer = build.make_tokenizer(loaded, source, abstract.config.vocab_size)
     data = build.make_data(loaded, tokenizer)
+    build.optimizer_of(loaded, _total_steps(loaded, data))  # fails before weights are read
     model = build.make_model(loaded, source, mesh)
     return _Run(loaded, source, mesh, tokenizer, data, model).go()
 
@@ -226,8 +228,17 @@ class _Run:
             f"{report.trained_tokens:,} of them trained; truncated {report.truncated}, "
             f"dropped {drops}; rows are {report.packing_efficiency:.0%} full"
         )
+        used = 1 if self.mesh is None else self.mesh.size
+        if used < jax.device_count():
+            metrics.note(f"{used} of {jax.device_count()} devices are used; mesh.* uses more")
         if start:
             metrics.note(f"going on after step {start}")
+        else:
+            metrics.note(f"first example, trained parts in «»: {self._first_example()}")
+
+    def _first_example(self) -> str:
+        pieces = messages.preview(self.data.first, self.tokenizer)
+        return " ".join("".join(f"«{t}»" if trained else t for t, trained in pieces).split())[:600]
 
     def _answerer(self) -> Callable[[Weights], list[tuple[str, str, str]]]:
         """`trainable -> [(prompt, answer, expected)]` for the first held-out examples."""

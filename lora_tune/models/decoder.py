@@ -5,6 +5,7 @@ A family supplies its configuration, its layer module and its table of tensors; 
 stacking, remat, caching the plan and the chunked loss is here, once.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -188,6 +189,7 @@ class Decoder(nnx.Module):
         positions: jax.Array | None = None,
         *,
         targets: jax.Array | None = None,
+        last: jax.Array | None = None,
     ) -> jax.Array | tuple[jax.Array, jax.Array]:
         """Scores the next token, or the given targets.
 
@@ -197,22 +199,35 @@ class Decoder(nnx.Module):
             other, in attention, convolution or recurrent state. Default: one document a row.
           positions: int32 `[B, T]`; default: restarting at 0 wherever the segment id changes.
           targets: int32 `[B, T]`, the token to score at each place.
+          last: int32 `[B]`, the one place of each row whose logits are wanted.
 
         Returns:
-          Logits `[B, T, V]` in the dtype of the activations; or, with `targets`, the pair of
-          negative log-likelihoods (float32 `[B, T]`) and whether the target is the most likely
-          token (bool `[B, T]`), computed without ever holding all logits.
+          Logits `[B, T, V]` in the dtype of the activations, `[B, V]` with `last`. Or, with
+          `targets`, the pair of negative log-likelihoods (float32 `[B, T]`) and whether the target
+          is the most likely token (bool `[B, T]`), computed without ever holding all logits.
         """
         if segment_ids is None:
             segment_ids = jnp.ones_like(tokens)
         if positions is None:
             positions = segment_positions(segment_ids)
-        inputs = LayerInputs(segment_ids, positions)
-        h = self._embed(tokens)
-        h = self._run_layers(h, inputs)
+        # float32 means float32 on every backend: elsewhere than on CPU the default is less.
+        exact = jnp.dtype(self.options.dtype) == jnp.float32
+        with jax.default_matmul_precision("highest") if exact else contextlib.nullcontext():
+            return self._run(tokens, LayerInputs(segment_ids, positions), targets, last)
+
+    def _run(
+        self,
+        tokens: jax.Array,
+        inputs: LayerInputs,
+        targets: jax.Array | None,
+        last: jax.Array | None,
+    ) -> jax.Array | tuple[jax.Array, jax.Array]:
+        h = self._run_layers(self._embed(tokens), inputs)
         h = self.norm(h)
         if targets is not None:
             return self._score(h, targets)
+        if last is not None:
+            h = jnp.take_along_axis(h, last[:, None, None], axis=1)[:, 0]
         _, logits = scan.apply_stack(self._head(), None, _score_all, axis=None, xs=h, unshard=True)
         return logits
 
