@@ -503,6 +503,7 @@ def test_disks_of_growing_size(
     if mount.returncode:
         pytest.skip("mounting needs the superuser")
     place.run_dir = disk / "run"
+    places = set()
     try:
         for size in ("8k", "100k", "400k"):
             remount = ["mount", "-o", f"remount,size={size}", str(disk)]
@@ -510,7 +511,9 @@ def test_disks_of_growing_size(
             sentence = refused(capsys, place.arguments("save.every=2", "save.merged=true"))
             assert "No space left on device" in sentence
             assert str(disk) in sentence
+            places.add(sentence)
             assert leftovers(disk) == []
+        assert len(places) > 1, places
         subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
         assert cli.main(place.arguments("save.every=2", "save.merged=true")) == 0
         assert rows_of(place.run_dir) == rows_of(undisturbed)
