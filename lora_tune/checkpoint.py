@@ -7,10 +7,13 @@ and `opt_state` (arrays under their dotted tree paths, so that every kind of pyt
 and `meta` (JSON: what `Meta` holds, and shape, dtype and checksum of every array).
 """
 
+import errno
 import json
+import os
 import re
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +26,8 @@ from lora_tune.errors import InputError
 
 _FORMAT = 1
 _ITEMS = ("trainable", "opt_state")
+# Names, shapes and chunk tables, and files that fill whole blocks.
+_ROOM_PER_ARRAY, _ROOM_PER_CHECKPOINT = 2 * 1024, 160 * 1024
 _LEFTOVER = re.compile(r"\d+\.(orbax-checkpoint-tmp.*|removed)$")
 _OS_REASON = re.compile(
     "No space left on device|File too large|Disk quota exceeded|Permission denied|"
@@ -123,6 +128,8 @@ class Checkpoints:
         path = self.folder / str(step)
         meta = Meta(step, dict(position), dict(counts or {}), self._fingerprint, eval_loss)
         try:
+            if jax.process_index() == 0:
+                _reserve(self.folder, jax.tree.leaves(state))
             _write(path, dict(zip(_ITEMS, state, strict=True)), meta)
         except Exception as error:
             reason = _refusal(error)
@@ -275,6 +282,28 @@ def _describe(flat: Mapping[str, jax.Array]) -> dict[str, Any]:
         path: {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "checksum": int(sums[path])}
         for path, leaf in flat.items()
     }
+
+
+def _reserve(folder: Path, arrays: list[jax.Array]) -> None:
+    """Claims the room for arrays on the disk and gives it back.
+
+    So a disk that is too full is one error before anything is written. When Orbax meets it, every
+    part that fails is logged with its traceback.
+
+    Raises:
+      OSError: there is not enough room.
+    """
+    room = sum(array.nbytes + _ROOM_PER_ARRAY for array in arrays) + _ROOM_PER_CHECKPOINT
+    allocate = getattr(os, "posix_fallocate", None)
+    if allocate is None:
+        return
+    with tempfile.TemporaryFile(dir=folder) as file:
+        try:
+            allocate(file.fileno(), 0, room)
+        except OSError as error:
+            # Not every file system can do this.
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
 
 
 def _write(path: Path, items: Mapping[str, Any], meta: Meta) -> None:

@@ -316,9 +316,13 @@ def test_killed_just_before_the_last_rename_the_new_one_is_invisible(tmp_path):
     assert folder.restore(({"kernel": jnp.zeros(65536)}, {"count": jnp.int32(0)})).meta.step == 1
 
 
-def test_a_full_disk_is_one_sentence_and_leaves_the_earlier_one(tmp_path):
-    done = run_child(tmp_path, SMALL_DISK)
+@pytest.mark.parametrize("fills_up", ["before", "during"])
+def test_a_full_disk_is_one_sentence_and_leaves_the_earlier_one(tmp_path, fills_up):
+    taken = "import lora_tune.checkpoint as c; c._reserve = lambda *_: None; "
+    done = run_child(tmp_path, (taken if fills_up == "during" else "") + SMALL_DISK)
     assert done.returncode == 0, done.stderr
+    if fills_up == "before":
+        assert done.stderr == ""
     message, listing = done.stdout.splitlines()
     assert "checkpoint of step 2 could not be written" in message
     assert "/2: File too large; free space" in message
