@@ -82,6 +82,17 @@ def refused(capsys: pytest.CaptureFixture[str], arguments: list[str], *, status:
     return err.removeprefix("lora-tune: error: ").rstrip("\n")
 
 
+def run_process(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    """The command as a user starts it: what libraries print by themselves is seen as well."""
+    return subprocess.run(
+        [sys.executable, "-m", "lora_tune.cli", *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
 def assert_refused_untouched(
     capsys: pytest.CaptureFixture[str], place: Place, overrides: list[str], said: list[str]
 ) -> None:
@@ -322,16 +333,8 @@ def test_bad_model_folder(
 
 
 def test_a_missing_tokenizer_is_the_only_line_of_a_real_process(place: Place) -> None:
-    """What imports and libraries print at their first use would be seen here."""
     (place.model / "tokenizer.json").unlink()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
-    done = subprocess.run(
-        [sys.executable, "-m", "lora_tune.cli", *place.arguments()],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run_process(place.arguments())
     assert done.returncode == 2
     assert done.stderr.startswith("lora-tune: error: no tokenizer can be loaded from")
     assert done.stderr.count("\n") == 1
@@ -416,6 +419,18 @@ def test_an_adapter_of_another_model(place: Place, capsys: pytest.CaptureFixture
     overrides = [f"lora.adapter_path={place.folder / 'other'}"]
     said = ["adapter_model.safetensors: the adapter does not fit the model", "q_proj"]
     assert_refused_untouched(capsys, place, overrides, said)
+
+
+def test_training_gone_wrong_is_one_sentence_and_leaves_nothing_to_go_on_from(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place.weights(lambda tensors: tensors["lm_head.weight"].__imul__(np.float32(1e38)))
+    sentence = refused(capsys, place.arguments("save.every=1"), status=1)
+    assert "the loss of step 1 is" in sentence
+    assert "weights are damaged" in sentence
+    assert os.listdir(place.run_dir / "checkpoints") == []
+    assert set(os.listdir(place.run_dir)) == {"checkpoints", *START}
+    assert (place.run_dir / "metrics.jsonl").read_bytes() == b""
 
 
 @contextmanager
@@ -514,6 +529,10 @@ def test_disks_of_growing_size(
             places.add(sentence)
             assert leftovers(disk) == []
         assert len(places) > 1, places
+        done = run_process(place.arguments("save.every=2", "save.merged=true"))
+        assert done.returncode == 2
+        assert "No space left on device" in done.stderr
+        assert done.stderr.count("\n") == 1, done.stderr
         subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
         assert cli.main(place.arguments("save.every=2", "save.merged=true")) == 0
         assert rows_of(place.run_dir) == rows_of(undisturbed)
