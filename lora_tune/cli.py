@@ -59,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(str(error))
     except OSError as error:
         return _fail(_sentence(error))
+    except MemoryError as error:
+        return _fail(f"not enough memory ({error}); lower what the recipe asks for")
     except KeyboardInterrupt:
         print("lora-tune: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT

@@ -67,11 +67,13 @@ def train(recipe: str, overrides: Sequence[str] = ()) -> Result:
       InputError: anything wrong with the recipe, the model, the data or the disk.
       TripwireError: training has gone wrong, e.g. a loss that is not finite.
     """
+    if isinstance(overrides, str):
+        raise InputError(f"overrides is the text {overrides!r}, expected a list of such texts")
     loaded = recipes.load(recipe, overrides)
     run_dir = Path(loaded.output_dir)
     check_writable(run_dir)
-    for name in ("adapter", "merged"):
-        check_replaceable(run_dir / name)
+    check_replaceable(run_dir / "adapter", kind="adapter")
+    check_replaceable(run_dir / "merged", kind="full" if loaded.lora is None else "merged")
     mesh = build.make_mesh(loaded.mesh)
     path, revision = loaded.model.path, loaded.model.revision
     with build.said_of("model.path"):

@@ -23,14 +23,14 @@ def new_folder(out_dir: Path, *, kind: str) -> Iterator[Path]:
     On any error the temporary folder is removed and `out_dir` is as before.
 
     Args:
-      out_dir: may exist if it is empty or an earlier result of this package.
+      out_dir: may exist if it is empty or an earlier result of this package and this kind.
       kind: what the folder holds, kept in its marker file.
 
     Raises:
       InputError: `out_dir` holds something else, or the disk is full or cannot be written.
     """
     out_dir = Path(os.path.abspath(out_dir))
-    check_replaceable(out_dir)
+    check_replaceable(out_dir, kind=kind)
     partial, old = (out_dir.with_name(f".{out_dir.name}.{end}") for end in ("partial", "old"))
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -83,21 +83,32 @@ def check_writable(folder: Path) -> None:
         raise InputError(f"output_dir {folder}: {place} may not be written; set another output_dir")
 
 
-def check_replaceable(out_dir: Path) -> None:
-    """Checks that nothing of the user's would be overwritten.
+def check_replaceable(out_dir: Path, *, kind: str) -> None:
+    """Checks that nothing would be overwritten but an earlier result of the same kind.
 
     Raises:
-      InputError: `out_dir` is a file, or a non-empty folder that this package did not write.
+      InputError: `out_dir` is a file, or a non-empty folder that this package did not write, or
+        wrote as something else.
     """
     if not out_dir.exists() and not out_dir.is_symlink():
         return
     if not out_dir.is_dir():
         raise InputError(f"{out_dir}: exists and is not a folder; choose another output folder")
-    if any(out_dir.iterdir()) and not (out_dir / MARKER).is_file():
+    held = _kind(out_dir)
+    if any(out_dir.iterdir()) and held != kind:
+        what = "was not written by lora-tune" if held is None else f"holds the export {held!r}"
         raise InputError(
-            f"{out_dir}: is not empty and was not written by lora-tune; choose another output "
-            "folder or empty it"
+            f"{out_dir}: is not empty and {what}; choose another output folder or empty it"
         )
+
+
+def _kind(folder: Path) -> str | None:
+    """What a folder of ours holds, None for a folder that is not ours."""
+    try:
+        found = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found.get("kind") if isinstance(found, dict) else None
 
 
 def copy_companions(source: Path, target: Path, *, skip: tuple[str, ...] = ()) -> None:
