@@ -14,10 +14,20 @@ _OPTIONS = {
 }
 
 
+@pytest.fixture(scope="module")
+def compile_fast() -> Iterator[None]:
+    """For tests of what a run does with files, not of how its numbers are computed."""
+    name = "jax_disable_most_optimizations"
+    before = jax.config.read(name)
+    jax.config.update(name, True)
+    yield
+    jax.config.update(name, before)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def compile_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     options = {**_OPTIONS, "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled"))}
-    before = {name: getattr(jax.config, name) for name in options}
+    before = {name: jax.config.read(name) for name in options}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in options.items():
             patch.setenv(name.upper(), str(value))

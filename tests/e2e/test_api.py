@@ -31,6 +31,7 @@ from lora_tune.run import Result
 from lora_tune.sharding import make_mesh
 from lora_tune.training.state import split_model
 
+pytestmark = pytest.mark.usefixtures("compile_fast")
 LORA = LoraConfig(r=3, lora_alpha=6, target_modules=r".*\.(q_proj|in_proj_qkvz|up_proj)")
 
 
@@ -270,6 +271,20 @@ def test_evaluation_does_not_depend_on_batches_or_padding(
         assert found["eval_examples"] == 7
         for name in ("eval_loss", "eval_accuracy", "eval_token_accuracy"):
             assert found[name] == pytest.approx(expected[name], rel=1e-5)
+
+
+def test_a_run_starts_from_the_adapter_of_another(
+    recipe: Path, run: Result, tmp_path: Path
+) -> None:
+    overrides = [f"lora.adapter_path={run.adapter}", "lora.lora_dropout=0.25"]
+    loaded = recipes.load(str(recipe), [f"output_dir={tmp_path}", *overrides])
+    model = build.make_model(loaded, build.find_source(loaded.model.path), None)
+    assert model.adapter.config.lora_dropout == 0.25, "of this run, not of the one before"
+
+    result = lora_tune.train(str(recipe), [f"output_dir={tmp_path / 'on'}", overrides[0]])
+    first, before = result.evaluations()[0], run.evaluations()[-1]
+    assert {**first, "step": 4} == before
+    assert result.evaluations()[-1]["eval_loss"] < first["eval_loss"]
 
 
 def test_lora_null_trains_and_writes_every_parameter(
