@@ -27,7 +27,7 @@ def compile_fast() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def compile_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     options = {**_OPTIONS, "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled"))}
-    before = {name: jax.config.read(name) for name in options}
+    before = {name: getattr(jax.config, name) for name in options}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in options.items():
             patch.setenv(name.upper(), str(value))
