@@ -9,6 +9,8 @@ from typing import Any
 
 from lora_tune.errors import InputError
 
+ALL_LINEAR = "all-linear"
+"""In place of names: every projection but the head and the router."""
 # Every projection but the routed experts (97 % of a sparse model), the two router gates and the
 # head. Of these defaults, a model takes those that it has.
 DEFAULT_TARGETS = (
@@ -98,26 +100,50 @@ def _name_problems(config: LoraConfig) -> list[str]:
     for field in ("target_modules", "exclude_modules"):
         value = getattr(config, field)
         if isinstance(value, str):
-            problems += [] if value.lower() == "all-linear" else _regex_problems(field, value)
+            problems += _text_problems(field, value)
         elif any(not isinstance(item, str) or not item for item in value or ()):
             problems.append(f"{field} must hold names only, got {list(value)!r}")
+        elif any(_is_all_linear(item) for item in value or ()):
+            problems.append(f"{field}: all-linear is no name for a list; write it alone")
     for field in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(config, field):
             problems += _regex_problems(field, pattern)
     if isinstance(targets, str) and layers is not None:
         problems.append("layers_to_transform needs target_modules to be a list, got a string")
+    if isinstance(layers, Sequence) and not layers:
+        problems.append("layers_to_transform is empty; name layers, or set null for all")
     numbers = [layers] if isinstance(layers, int) else list(layers or ())
     if any(not _is_int(i) or i < 0 for i in numbers):
         problems.append(f"layers_to_transform must hold layer numbers >= 0, got {layers!r}")
     return problems
 
 
+def _text_problems(field: str, value: str) -> list[str]:
+    """What is wrong with a text in place of a list of names."""
+    if not _is_all_linear(value):
+        return _regex_problems(field, value)
+    if field == "exclude_modules":
+        return [f"exclude_modules: {value} leaves no module to adapt; name what to leave out"]
+    return [] if value.lower() == ALL_LINEAR else [f"{field}: {value!r} is written {ALL_LINEAR}"]
+
+
+def _is_all_linear(text: str) -> bool:
+    return re.sub(r"[-_\s]", "", text.lower()) == "alllinear"
+
+
 def _regex_problems(field: str, pattern: Any) -> list[str]:
     try:
         re.compile(pattern)
     except (re.error, TypeError) as error:
-        return [f"{field}: {pattern!r} is no regular expression ({error})"]
+        return [f"{field}: {pattern!r} is no regular expression ({error}){_escaped(pattern)}"]
     return []
+
+
+def _escaped(pattern: Any) -> str:
+    """The expression that was meant by a pattern as shells have it, or nothing."""
+    if not isinstance(pattern, str) or not re.fullmatch(r"[\w.*?-]+", pattern):
+        return ""
+    return f"; in one, anything is .*, as in {re.sub(r'(?<![.])[*]', '.*', pattern)!r}"
 
 
 def _is_int(value: Any) -> bool:

@@ -10,12 +10,13 @@ import dataclasses
 import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from lora_tune.errors import InputError
 from lora_tune.hf.table import Leaf, Path, module_name
-from lora_tune.lora.config import DEFAULT_TARGETS, LoraConfig, scaling
+from lora_tune.lora.config import ALL_LINEAR, DEFAULT_TARGETS, LoraConfig, scaling
 
 HEAD = "lm_head"
 
@@ -61,11 +62,12 @@ def resolve(config: LoraConfig, module_names: Sequence[str]) -> dict[str, Target
     problems: list[str] = []
     excluded = _excluded(config, module_names, problems)
     allowed = [name for name in module_names if name not in excluded]
-    chosen = _chosen(config, module_names, allowed, problems)
-    ranks = _patterns("rank_pattern", config.rank_pattern, chosen, problems)
-    alphas = _patterns("alpha_pattern", config.alpha_pattern, chosen, problems)
-    if not chosen and not problems:
-        problems.append("no module is left to adapt")
+    pool = _in_layers(config, module_names, allowed, problems)
+    # What follows from a problem is no second one: from here on, everything counts as there.
+    chosen = _chosen(config, module_names, module_names if problems else pool, problems)
+    adapted = module_names if problems else chosen
+    ranks = _patterns("rank_pattern", config.rank_pattern, adapted, problems)
+    alphas = _patterns("alpha_pattern", config.alpha_pattern, adapted, problems)
     if problems:
         raise InputError(f"lora: {'; '.join(problems)}; the model has {_listing(module_names)}")
     targets = {}
@@ -139,54 +141,70 @@ def _stack(leaf: Leaf, stack: Mapping[tuple[int, ...], Target | None]) -> StackT
 def _excluded(config: LoraConfig, names: Sequence[str], problems: list[str]) -> set[str]:
     if not config.exclude_modules:
         return set()
-    return _match("exclude_modules", config.exclude_modules, names, problems)
+    found = _match("exclude_modules", config.exclude_modules, names, problems)
+    if len(found) == len(names):
+        problems.append("exclude_modules leaves no module to adapt")
+    return found
 
 
 def _chosen(
-    config: LoraConfig, names: Sequence[str], allowed: Sequence[str], problems: list[str]
+    config: LoraConfig, names: Sequence[str], pool: Sequence[str], problems: list[str]
 ) -> list[str]:
+    """The modules of `pool` that are targets; `names` are all modules, for what is said."""
     targets = config.target_modules
-    if isinstance(targets, str) and targets.lower() == "all-linear":
-        return [name for name in allowed if name != HEAD]
+    if isinstance(targets, str) and targets.lower() == ALL_LINEAR:
+        chosen = [name for name in pool if name != HEAD]
+        problems += [] if chosen else ["no module is left to adapt"]
+        return chosen
     if not isinstance(targets, str) and tuple(targets) == DEFAULT_TARGETS:
-        targets = [t for t in targets if any(list_matches(t, name) for name in names)]
-    pool = _in_layers(config, allowed, problems)
-    unmatched: list[str] = []
-    found = _match("target_modules", targets, pool, unmatched)
-    if unmatched and len(pool) < len(names):
-        gone: list[str] = []
-        _match("target_modules", targets, names, gone)
-        unmatched = [
-            p if p in gone else p + " among the layers and modules that are left" for p in unmatched
-        ]
-    problems += unmatched
-    return [name for name in pool if name in found]
+        targets = [t for t in targets if any(list_matches(t, name) for name in pool)]
+        problems += [] if targets else ["no module is left to adapt"]
+    found = _match("target_modules", targets, names, problems)
+    kept = [name for name in pool if name in found]
+    items, matches = _rule(targets)
+    gone = [
+        repr(item)
+        for item in items
+        if any(matches(item, n) for n in found) and not any(matches(item, n) for n in kept)
+    ]
+    if gone:
+        left = "matches no module among the layers and modules that are left"
+        problems.append(f"target_modules: {', '.join(gone)} {left}")
+    return kept
 
 
-def _in_layers(config: LoraConfig, names: Sequence[str], problems: list[str]) -> Sequence[str]:
+def _in_layers(
+    config: LoraConfig, names: Sequence[str], allowed: Sequence[str], problems: list[str]
+) -> Sequence[str]:
     layers = config.layers_to_transform
     wanted = {layers} if isinstance(layers, int) else set(layers or ())
     if not wanted:
-        return names
+        return allowed
     numbers = {name: layer_number(name) for name in names}
-    missing = sorted(wanted - set(numbers.values()))
+    there = {number for number in numbers.values() if number is not None}
+    missing = sorted(wanted - there)
     if missing:
-        problems.append(f"layers_to_transform: the model has no layer {missing}")
-    return [name for name in names if numbers[name] in wanted]
+        listed = f"{missing}, only {min(there)} to {max(there)}" if there else str(missing)
+        problems.append(f"layers_to_transform: the model has no layer {listed}")
+    return [name for name in allowed if numbers[name] in wanted]
+
+
+def _rule(wanted: Sequence[str] | str) -> tuple[Sequence[str], Callable[[str, str], Any]]:
+    """The items of a list, or a text as the only one, and how an item matches a name."""
+    return ([wanted], re.fullmatch) if isinstance(wanted, str) else (wanted, list_matches)
 
 
 def _match(
     field: str, wanted: Sequence[str] | str, names: Sequence[str], problems: list[str]
 ) -> set[str]:
-    if isinstance(wanted, str):
-        found = {name for name in names if re.fullmatch(wanted, name)}
-        if not found:
-            problems.append(f"{field}: the expression {wanted!r} matches no module")
-        return found
-    found = set()
-    for item in wanted:
-        hits = {name for name in names if list_matches(item, name)}
-        if not hits:
+    items, matches = _rule(wanted)
+    found: set[str] = set()
+    for item in items:
+        hits = {name for name in names if matches(item, name)}
+        if not hits and isinstance(wanted, str):
+            none = f"{field}: the expression {item!r} matches no module by its whole name"
+            problems.append(none + _as_list(item, names))
+        elif not hits:
             problems.append(f"{field}: {item!r} matches no module{_did_you_mean(item, names)}")
         found |= hits
     return found
@@ -203,6 +221,17 @@ def _patterns(
             problems.append(f"{field}: {pattern!r} matches no adapted module")
         values |= {name: value for name in hits if name not in values}
     return values
+
+
+def _as_list(text: str, names: Sequence[str]) -> str:
+    """What to write instead of an expression that looks like names for a list, or nothing."""
+    items = [item for item in re.split(r"[\s,;|]+", text.strip("[]()")) if item]
+    plain = all(re.fullmatch(r"[\w.]+", item) for item in items)
+    if not items or not plain:
+        return ""
+    if unknown := [i for i in items if not any(list_matches(i, name) for name in names)]:
+        return _did_you_mean(unknown[0], names)
+    return f"; as a list of name endings, write [{', '.join(items)}]"
 
 
 def _kinds(names: Iterable[str], of: Callable[[str], str]) -> list[str]:

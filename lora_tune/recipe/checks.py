@@ -35,16 +35,23 @@ _LIMITS: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
         "at least 0",
         lambda value: value >= 0,
         (
-            "model.param_scan_axis",
             "lora.layers_to_transform",
-            "lora.seed",
             "optim.warmup_steps",
             "optim.weight_decay",
-            "train.seed",
             "save.every",
             "eval.every",
             "eval.num_samples",
         ),
+    ),
+    (
+        "at least 0 and below 2**32",  # what a key of random numbers is made of
+        lambda value: 0 <= value < 2**32,
+        ("lora.seed", "train.seed"),
+    ),
+    (
+        "from 0 to 3",  # the largest weights of one layer, routed experts, have three axes
+        lambda value: 0 <= value <= 3,
+        ("model.param_scan_axis",),
     ),
     (
         "above 0",
@@ -100,6 +107,10 @@ def _model_and_lora(recipe: Recipe) -> Iterator[str]:
     if recipe.model.param_scan_axis and not recipe.model.scan_layers:
         yield "model.param_scan_axis has no effect with model.scan_layers: false; set it to 0"
     if recipe.lora is None:
+        if recipe.save.adapter:
+            yield "save.adapter: true needs adapters, and lora: null has none; set it to false"
+        if not recipe.save.merged:
+            yield "save.merged: false leaves nothing of a run with lora: null; set it to true"
         return
     if recipe.save.merged and recipe.model.init == "random":
         yield "save.merged needs a checkpoint to merge into; model.init: random has none"

@@ -2,6 +2,7 @@
 """Where recipes are: shipped ones, files of the user, and the resolved one of a run."""
 
 from dataclasses import asdict
+from difflib import get_close_matches
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -34,14 +35,21 @@ def find(name: str) -> Path:
     Raises:
         InputError: there is neither; the message lists the shipped names.
     """
-    if Path(name).is_file():
-        return Path(name)
-    available = shipped()
+    path, available = Path(name), shipped()
+    if path.is_file():
+        return path
     for candidate in (name, f"{name}.yaml"):
         if candidate in available:
             return available[candidate]
+    if path.is_dir():
+        inside = [str(file) for file in sorted(path.glob("*.y*ml"))]
+        there = f", such as {inside[0]}" if inside else ""
+        raise InputError(f"recipe {name!r} is a folder; name a recipe file{there}")
+    near = [str(file) for file in path.parent.glob("*.y*ml")]
+    close = get_close_matches(name, [*near, *available, *(n[:-5] for n in available)], n=1)
     raise InputError(
-        f"recipe {name!r} is neither a file nor a shipped recipe; "
+        f"recipe {name!r} is neither a file nor a shipped recipe"
+        f"{f'; did you mean {close[0]!r}?' if close else ''}; "
         f"shipped are {', '.join(available)}"
     )
 

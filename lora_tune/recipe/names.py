@@ -3,7 +3,7 @@
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from functools import cache
 from typing import Any, get_args, get_type_hints
 
@@ -154,12 +154,13 @@ def meant(key: str) -> str | None:
 
     In this order: a name from another toolkit, one of our names in the wrong section, a typo.
     """
+    key = key.lower()
     name = key.rsplit(".", 1)[-1]
     if name in _FOREIGN:
         return _FOREIGN[name]
     section = key.split(".")[0]
     same = [full for full in leaves() if full.rsplit(".", 1)[-1] == name]
-    same.sort(key=lambda full: not full.startswith(section + "."))
+    same.sort(key=lambda full: -SequenceMatcher(None, full.split(".")[0], section).ratio())
     if same:
         return same[0]
     close = get_close_matches(key, leaves(), n=1, cutoff=0.75)

@@ -172,9 +172,10 @@ class Save:
     keep: int = 2
     """Number of newest checkpoints to keep."""
     adapter: bool = True
-    """Write `adapter/` in PEFT format at the end (not with `lora: null`)."""
+    """Write `adapter/` in PEFT format at the end (with `lora: null` there is none)."""
     merged: bool = False
-    """Write `merged/`, the whole model in Hugging Face format, at the end."""
+    """Write `merged/`, the whole model in Hugging Face format, at the end; always with
+    `lora: null`."""
 
 
 @dataclass(frozen=True)

@@ -118,6 +118,7 @@ def test_adapters_can_be_turned_on_again_before_a_lora_key_is_set(tmp_path: Path
         ("num_epochs=1", "num_epochs", "train.num_train_epochs"),
         ("lora.lora_rank=4", "lora.lora_rank", "lora.r"),
         ("lora.rank=4", "lora.rank", "lora.r"),
+        ("Lora.R=4", "Lora.R", "lora.r"),
         ("lora.alpha=4", "lora.alpha", "lora.lora_alpha"),
         ("optim.lr=4", "optim.lr", "optim.learning_rate"),
         ("seed=4", "seed", "train.seed"),
@@ -159,6 +160,15 @@ def test_a_key_like_nothing_lists_what_there_is(smallest: str) -> None:
         ("data.path=no", "data.path must be text, got false; put it in quotes"),
         ("data.path={a: b}", "data.path must be text, got {'a': 'b'}"),
         ("model.revision=123", "model.revision must be text or null, got 123; put it in quotes"),
+        ("train.max_steps=1e3", "must be an integer or null, got 1000.0; write 1000"),
+        ("optim.learning_rate='2e-4'", "got '2e-4'; write 2e-4 without quotes"),
+        ("optim.learning_rate=2,5", "write 2.5 without quotes"),
+        ("lora=None", "lora is 'None'; write lora=null (null in a file), which trains every"),
+        ("lora=none", "write lora=null"),
+        ("lora=false", "lora is false; write lora=null"),
+        ("model.revision=None", "write model.revision=null"),
+        ("train.max_steps=none", "write train.max_steps=null"),
+        ("data.path={a: b}", "put it in quotes"),
         ("model.dtype=float23", "bfloat16 or float32, got 'float23'; did you mean float32?"),
         ("data.format=chat", "auto or messages or prompt_completion or text, got 'chat'"),
         ("lora.target_modules=[1]", "lora.target_modules must be a list of texts or text, got [1]"),
@@ -184,6 +194,18 @@ def test_wrong_types(smallest: str, override: str, said: str) -> None:
         (["lora.layers_to_transform=[2, -1]"], "lora.layers_to_transform[1] must be at least 0"),
         (["lora.target_modules=[]"], "target_modules is empty"),
         (["lora.target_modules=(q"], "'(q' is no regular expression"),
+        (["lora.target_modules=all_linear"], "'all_linear' is written all-linear"),
+        (["lora.exclude_modules=all-linear"], "leaves no module to adapt"),
+        (["lora.layers_to_transform=[]"], "layers_to_transform is empty"),
+        (["lora=null", "save.adapter=true"], "save.adapter: true needs adapters"),
+        (["lora=null", "save.merged=false"], "save.merged: false leaves nothing"),
+        (["model.param_scan_axis=7"], "model.param_scan_axis must be from 0 to 3, got 7"),
+        (
+            ["train.seed=4294967296"],
+            "train.seed must be at least 0 and below 2**32, got",
+        ),
+        (["train.seed=-1"], "train.seed must be at least 0"),
+        (["lora.seed=4294967296"], "lora.seed must be at least 0 and below 2**32"),
         (["optim.learning_rate=0"], "optim.learning_rate must be above 0, got 0.0"),
         (["optim.learning_rate=.nan"], "optim.learning_rate must be above 0, got nan"),
         (["optim.learning_rate=.inf"], "optim.learning_rate must be above 0, got inf"),
@@ -245,6 +267,36 @@ def test_all_problems_are_reported_together(smallest: str) -> None:
     assert "has 3 problems" in said
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        "train.max_steps=1e3",
+        "train.max_steps=many",
+        "data.pth=other",
+        "data.path=#rows.jsonl",
+        "data=null",
+        "dataset.path=other",
+    ],
+)
+def test_what_follows_from_a_problem_is_not_another_one(tmp_path: Path, override: str) -> None:
+    """A refused value leaves its key at the default, or without one: no problem of its own."""
+    text = SMALLEST.replace("data: {path: rows.jsonl}\n", "").replace("train: {max_steps: 3}", "")
+    given = ["data.path=rows.jsonl"] if override.startswith("train") else ["train.max_steps=1"]
+
+    assert "problems" not in complaint(written(tmp_path, text), *given, override)
+
+
+def test_without_adapters_the_whole_model_is_what_a_run_writes(
+    tmp_path: Path, smallest: str
+) -> None:
+    loaded = recipe.load(smallest, ["lora=null"])
+
+    assert (loaded.save.adapter, loaded.save.merged) == (False, True)
+    recipe.save(loaded, tmp_path / "saved.yaml")
+    assert recipe.load(str(tmp_path / "saved.yaml")) == loaded
+    assert recipe.load(smallest).save == recipe.Save(adapter=True, merged=False)
+
+
 def test_required_keys(tmp_path: Path) -> None:
     said = complaint(written(tmp_path, "train: {max_steps: 1}"))
 
@@ -257,16 +309,45 @@ def test_an_override_must_be_key_value(smallest: str, override: str) -> None:
     assert f"override {override!r} must be key=value" in complaint(smallest, override)
 
 
-def test_an_override_value_must_be_yaml(smallest: str) -> None:
-    assert "not valid YAML" in complaint(smallest, "lora.target_modules=[q_proj")
-    assert "not valid YAML" in complaint(smallest, "lora.target_modules=*q_proj")
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("lora.target_modules=[q_proj", "is not valid YAML"),
+        ("lora.target_modules=*proj", "the regular expression lora.target_modules=.*proj"),
+        ("output_dir=*x", "quote it twice, for YAML and for the shell: output_dir=\"'*x'\""),
+        ("lora.rank_pattern={a: 1, a: 2}", "found duplicate key a"),
+        ("data.path=#x.jsonl", "what follows # for a comment; quote it twice"),
+        ("data.path=a #b", "what follows # for a comment"),
+        ("--lora.r=4", "must be key=value, without dashes: lora.r=4"),
+        ("train.max_steps.x=3", "train.max_steps is no section but an integer or null"),
+        ("output_dir.x=3", "output_dir is no section but text"),
+    ],
+)
+def test_an_override_is_one_value_for_a_key(smallest: str, override: str, said: str) -> None:
+    assert said in complaint(smallest, override)
+
+
+def test_a_hash_in_quotes_or_in_a_word_is_no_comment(smallest: str) -> None:
+    assert recipe.load(smallest, ["data.path='#x.jsonl'"]).data.path == "#x.jsonl"
+    assert recipe.load(smallest, ["data.path=a#b"]).data.path == "a#b"
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         (SMALLEST + "lora: {r: 1\noptim: {}\n", "is not valid YAML in line"),
-        (SMALLEST + "lora:\n\tr: 1\n", "is not valid YAML in line 6"),
+        (SMALLEST + "lora:\n\tr: 1\n", "in line 6: it is indented with a tab; use spaces"),
+        (
+            SMALLEST + "lora:\n  r: 1\n lora_alpha: 2\n",
+            "in line 7: it is indented by 1, expected 0",
+        ),
+        (SMALLEST + "lora:\n  r: 1\n   lora_alpha: 2\n", "in line 7: it is indented deeper"),
+        (SMALLEST + "lora: {r: 1\noptim: {}\n", "in line 6: the { of line 5 is not closed"),
+        (SMALLEST + "lora: {target_modules: *q}\n", "in line 5: a text that begins with * must"),
+        (SMALLEST + "lora: {target_modules: @q}\n", "in line 5: a text that begins with @ must"),
+        (SMALLEST + "lora: r: 1\n", "in line 5: a text with a colon must be in quotes"),
+        ("output_dir:runs\nmodel: {}\n", "in line 1: a space is missing after `output_dir:`"),
+        (SMALLEST + "lora:\n  r: 1\n  r: 2\n", "in line 7: found duplicate key r"),
         (SMALLEST + "output_dir: again\n", "in line 5: found duplicate key output_dir"),
         (SMALLEST + "lora: !!python/object:os.system {}\n", "is not valid YAML in line 5"),
         ("", "holds no `key: value` lines"),
@@ -311,6 +392,18 @@ def test_a_missing_recipe_lists_the_shipped_ones() -> None:
 
     assert "'no_such_recipe.yaml'" in said
     assert "quickstart.yaml" in said
+
+
+def test_a_misspelt_recipe_or_its_folder_names_the_nearest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "did you mean 'quickstart'?" in complaint("quickstrat")
+    assert "did you mean 'quickstart.yaml'?" in complaint("quickstart.yml")
+    monkeypatch.chdir(tmp_path)
+    Path("mine").mkdir()
+    Path("mine/first.yaml").write_text(SMALLEST)
+    assert "did you mean 'mine/first.yaml'?" in complaint("mine/frist.yaml")
+    assert "'mine' is a folder; name a recipe file, such as mine/first.yaml" in complaint("mine")
 
 
 def test_shipped_recipes_are_found_by_name_from_any_folder(

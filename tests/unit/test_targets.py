@@ -95,7 +95,9 @@ def test_scaling_is_that_of_peft():
     [
         ({"target_modules": ["q_prj", "out_proj"]}, ["'q_prj'", "did you mean 'q_proj'?"]),
         ({"target_modules": ["q_prj", "k_prok"]}, ["'q_prj'", "'k_prok'", "self_attn.q_proj"]),
-        ({"target_modules": r"q_proj"}, ["'q_proj' matches no module"]),
+        ({"target_modules": r"q_proj"}, ["'q_proj' matches no module", "write [q_proj]"]),
+        ({"target_modules": "q_proj,out_proj"}, ["write [q_proj, out_proj]"]),
+        ({"target_modules": "q_prj"}, ["did you mean 'q_proj'?"]),
         ({"target_modules": ["q_proj"], "exclude_modules": ["v_proj"]}, ["exclude_modules"]),
         ({"target_modules": ["q_proj"], "exclude_modules": ["q_proj"]}, ["q_proj", "left"]),
         ({"target_modules": ["q_proj"], "layers_to_transform": [0]}, ["q_proj", "left"]),
@@ -112,6 +114,42 @@ def test_what_matches_nothing_is_an_error(fields, parts):
 
 
 @pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (
+            {"target_modules": ["q_proj", "out_proj"], "layers_to_transform": [1, 5]},
+            "layers_to_transform: the model has no layer [5], only 0 to 11; the model has",
+        ),
+        (
+            {"target_modules": ["q_proj", "mlp.gate_proj"], "layers_to_transform": [0]},
+            "target_modules: 'q_proj', 'mlp.gate_proj' matches no module among the layers and "
+            "modules that are left; the model has",
+        ),
+        (
+            {"target_modules": ["q_proj"], "exclude_modules": ".*", "rank_pattern": {"q_proj": 2}},
+            "exclude_modules leaves no module to adapt; the model has",
+        ),
+        (
+            {"target_modules": ["q_prj"], "rank_pattern": {"q_proj": 2}},
+            "target_modules: 'q_prj' matches no module (did you mean 'q_proj'?); the model has",
+        ),
+        (
+            {"target_modules": "all-linear", "exclude_modules": ".*layers.*"},
+            "no module is left to adapt; the model has",
+        ),
+    ],
+)
+def test_what_follows_from_a_problem_is_not_another_one(fields, said):
+    with pytest.raises(InputError) as caught:
+        chosen(**fields)
+    assert str(caught.value).startswith(f"lora: {said}")
+
+
+def test_the_defaults_follow_the_selected_layers():
+    assert chosen(layers_to_transform=[0]) == short(0, 3)
+
+
+@pytest.mark.parametrize(
     ("fields", "part"),
     [
         ({"r": 0}, "r must be a whole number >= 1, got 0"),
@@ -122,6 +160,11 @@ def test_what_matches_nothing_is_an_error(fields, parts):
         ({"lora_dropout": 1.0}, "lora_dropout"),
         ({"target_modules": []}, "target_modules is empty"),
         ({"target_modules": "("}, "no regular expression"),
+        ({"target_modules": "*proj"}, "in one, anything is .*, as in '.*proj'"),
+        ({"target_modules": "all_linear"}, "'all_linear' is written all-linear"),
+        ({"target_modules": ["all-linear"]}, "write it alone"),
+        ({"exclude_modules": "all-linear"}, "leaves no module to adapt"),
+        ({"layers_to_transform": []}, "layers_to_transform is empty"),
         ({"target_modules": [""]}, "names only"),
         ({"rank_pattern": {"q": 0}}, "rank_pattern['q']"),
         ({"rank_pattern": {"(": 1}}, "rank_pattern: '('"),

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values against the types of the schema: what is wrong with one, what was most likely meant."""
+
+import re
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from omegaconf import MISSING
+
+from lora_tune.recipe.names import leaves, section_of
+from lora_tune.recipe.schema import Recipe
+
+# The one form of interpolation that recipes have. Others (`${name:argument}`) run code.
+_REFERENCE = re.compile(r"(?<!\\)\$\{[\w.]+\}")
+ONLY_REFERENCES = "may use `${…}` only to name a key of this recipe"
+# What people write who mean null; YAML's own words for it never get here.
+_MEANT_AS_NULL = {"none", "nil", "false", "off", "no"}
+
+
+def known() -> Mapping[str, Any]:
+    """Return full dotted key -> type of every section and every value of the schema."""
+    return {**get_type_hints(Recipe), **leaves()}
+
+
+def bad_value(key: str, value: Any) -> str | None:
+    """Return what is wrong with the value of a known key, or None."""
+    hint = known()[key]
+    if any("${" in _REFERENCE.sub("", text) for text in _texts(value)):
+        return f"{key} {ONLY_REFERENCES}, got {shown(value)}"
+    if _is_meant_as_null(hint, value):
+        meaning = ", which trains every parameter" if key == "lora" else ""
+        return f"{key} is {shown(value)}; write {key}=null (null in a file){meaning}"
+    if _fits(hint, value):
+        return None
+    return f"{key} must be {described(hint)}, got {shown(value)}{_advice(hint, value)}"
+
+
+def shown(value: Any) -> str:
+    """Return a value as a recipe would have it, at most 80 characters long."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}…"
+
+
+_NAMES: Mapping[Any, str] = {
+    NoneType: "null",
+    bool: "true or false",
+    float: "a number",
+    int: "an integer",
+    str: "text",
+}
+
+
+def described(hint: Any) -> str:
+    """Return a type of the schema in words."""
+    if hint in _NAMES:
+        return _NAMES[hint]
+    section = section_of(hint)
+    if section is not None:
+        return f"a section with the keys {', '.join(section.__dataclass_fields__)}"
+    arguments = get_args(hint)
+    if get_origin(hint) is Literal:
+        return " or ".join(arguments)
+    if get_origin(hint) in (list, dict):
+        items = described(arguments[-1]).split()[-1] + "s"
+        return f"a list of {items}" if get_origin(hint) is list else f"a mapping to {items}"
+    return " or ".join(described(part) for part in arguments)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.items():
+            yield from _texts(list(item))
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
+
+
+def _fits(hint: Any, value: Any) -> bool:
+    """Return whether `value` is of the schema type `hint`; references are checked when resolved."""
+    if isinstance(value, str) and ("${" in value or value == MISSING):
+        return True
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return value in arguments
+    if origin is list:
+        return isinstance(value, list) and all(_fits(arguments[0], item) for item in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(
+            isinstance(name, str) and _fits(arguments[1], item) for name, item in value.items()
+        )
+    if arguments:
+        return any(_fits(part, value) for part in arguments)
+    allowed = (int, float) if hint is float else hint
+    return isinstance(value, allowed) and (hint is bool or not isinstance(value, bool))
+
+
+def _is_meant_as_null(hint: Any, value: Any) -> bool:
+    """Whether a value that may be null is Python's None, or a section is switched off."""
+    parts = get_args(hint)
+    if NoneType not in parts:
+        return False
+    if isinstance(value, str):
+        return value.lower() in ({"none", "nil"} if str in parts else _MEANT_AS_NULL)
+    return value is False
+
+
+def _advice(hint: Any, value: Any) -> str:
+    """Return what to write in place of a value of the wrong type, or nothing."""
+    parts = (hint, *get_args(hint))
+    if str in parts and not isinstance(value, list | NoneType):
+        return "; put it in quotes"
+    if int in parts and isinstance(value, float) and value.is_integer():
+        return f"; write {int(value)}"
+    number = value.replace(",", ".") if isinstance(value, str) else ""
+    if {int, float} & {*parts} and re.fullmatch(r"[+-]?\d+(\.\d*)?([eE][+-]?\d+)?", number):
+        return f"; write {number} without quotes"
+    choices = get_args(hint) if get_origin(hint) is Literal else ()
+    close = get_close_matches(str(value), choices, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
