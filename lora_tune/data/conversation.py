@@ -8,6 +8,7 @@ from typing import Any
 from lora_tune.errors import InputError
 
 ROLES = ("system", "user", "assistant", "tool")
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
 Message = dict[str, Any]
 
@@ -16,8 +17,9 @@ def messages(value: Any, *, where: str) -> list[Message]:
     """Normalise a list of messages.
 
     Contents become strings (a list of text parts is joined, a missing content is ""), fields that
-    are None are absent, and every tool call is `{"type": "function", "function": {"name",
-    "arguments"}}` with its arguments as an object, so that a template encodes them exactly once.
+    are None are absent, ShareGPT's `from` and `value` become `role` and `content`, and every tool
+    call is `{"type": "function", "function": {"name", "arguments"}}` with its arguments as an
+    object, so that a template encodes them exactly once.
     """
     if not isinstance(value, list) or not value:
         raise InputError(f"{where}: expected a non-empty list of messages, got {_short(value)}")
@@ -25,14 +27,21 @@ def messages(value: Any, *, where: str) -> list[Message]:
 
 
 def _message(value: Any, *, where: str) -> Message:
-    if not isinstance(value, Mapping) or "role" not in value:
+    if not isinstance(value, Mapping) or not {"role", "from"} & value.keys():
         raise InputError(
             f"{where}: expected an object with `role` and `content`, got {_short(value)}"
         )
     message = {k: v for k, v in value.items() if v is not None}
+    accepted = [*ROLES]
+    if "from" in message and "role" not in message:
+        sender = message.pop("from")
+        message["role"] = _SHAREGPT_ROLES.get(str(sender), sender)
+        message.setdefault("content", message.pop("value", None))
+        accepted += _SHAREGPT_ROLES
     if message.get("role") not in ROLES:
         raise InputError(
-            f"{where}: role {value['role']!r} is unknown, expected one of {', '.join(ROLES)}"
+            f"{where}: role {message.get('role')!r} is unknown, expected one of "
+            f"{', '.join(accepted)}"
         )
     calls = message.pop("tool_calls", None)
     if calls and message["role"] != "assistant":
@@ -44,6 +53,12 @@ def _message(value: Any, *, where: str) -> Message:
     if calls:
         message["tool_calls"] = _tool_calls(calls, where=where)
     return message
+
+
+def says_something(message: Message) -> bool:
+    """Whether a message has text, reasoning or a tool call: anything to learn."""
+    texts = (message["content"], message.get("reasoning_content", ""))
+    return bool(message.get("tool_calls")) or any(text.strip() for text in texts)
 
 
 def _content(message: Message, calls: Any, *, where: str) -> str:

@@ -48,6 +48,9 @@ class Drop:
     reason: str
 
 
+_EMPTY = Drop("empty answer")
+
+
 @dataclass(frozen=True)
 class Encoded:
     """What one row became: its examples, what was dropped, and what truncation took away."""
@@ -92,7 +95,8 @@ class Encoder:
     that is needed to predict every target exactly once. Without `assistant_only_loss` (rows of
     messages) or `completion_only_loss` (rows of prompt and completion) what comes before an answer
     is trained as well, and a conversation is one rendering with one span. `train_on_eos=False`
-    leaves the token that ends a span (a turn or a text) out of the loss.
+    leaves the token that ends a span (a turn or a text) out of the loss. An answer without text is
+    not learned, because its end alone would teach silence; a row that has no other is dropped.
 
     Calling it raises InputError, naming the row, for a malformed conversation, for one without an
     assistant turn, for a mask that selects nothing or everything, and for a template that cannot
@@ -116,6 +120,9 @@ class Encoder:
         """Encode one row; `where` names it in errors."""
         examples, drops, truncated, lost = [], [], 0, 0
         for whole in self._examples(row, where):
+            if isinstance(whole, Drop):
+                drops.append(whole)
+                continue
             pieces = list(self._fit(whole))
             kept = [piece for piece in pieces if piece.trained_tokens]
             truncated += len(whole.tokens) > self.max_length
@@ -124,7 +131,7 @@ class Encoder:
             examples += kept
         return Encoded(tuple(examples), tuple(drops), truncated, lost)
 
-    def _examples(self, row: Mapping[str, Any], where: str) -> Iterator[Example]:
+    def _examples(self, row: Mapping[str, Any], where: str) -> Iterator[Example | Drop]:
         if self.format == "messages":
             messages = conversation.messages(row["messages"], where=where)
             yield from self._chat(messages, row.get("tools"), first=0, where=where)
@@ -135,23 +142,28 @@ class Encoder:
         else:
             raise InputError(f"{where}: data format {self.format!r} is unknown")
 
-    def _prompt_completion(self, row: Mapping[str, Any], where: str) -> Iterator[Example]:
+    def _prompt_completion(self, row: Mapping[str, Any], where: str) -> Iterator[Example | Drop]:
         if isinstance(row["prompt"], list) and isinstance(row["completion"], list):
             prompt = conversation.messages(row["prompt"], where=f"{where}, prompt")
             answer = conversation.messages(row["completion"], where=f"{where}, completion")
             yield from self._chat(prompt + answer, row.get("tools"), first=len(prompt), where=where)
             return
         prompt, answer = _string(row, "prompt", where), _string(row, "completion", where)
+        if self._answers_only and not answer.strip():
+            yield _EMPTY
+            return
         example = self._plain(prompt, answer, where=where)
         self._check_mask(example, where)
         yield example
 
     def _chat(
         self, messages: list[conversation.Message], tools: Any, *, first: int, where: str
-    ) -> Iterator[Example]:
+    ) -> Iterator[Example | Drop]:
         template = Template(self.tokenizer, conversation.tools(tools, where=where), where)
         if self._answers_only:
             rendered = renderings(template, messages, first=first)
+            if not rendered:
+                yield _EMPTY
         else:
             text = template.render(messages)
             rendered = [Rendering(text, ((0, len(text)),))]
@@ -224,9 +236,8 @@ class Encoder:
     def _check_mask(self, example: Example, where: str) -> None:
         if not example.mask.any():
             raise InputError(
-                f"{where}: no token would be trained, because what the assistant should answer is "
-                "empty or the chat template leaves it out: complete or remove the row, or set "
-                "model.chat_template"
+                f"{where}: no token would be trained, because the chat template leaves out what "
+                "the assistant answers: set model.chat_template to one that renders it"
             )
         if self._answers_only and example.mask.all():
             raise InputError(

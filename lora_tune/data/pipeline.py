@@ -10,7 +10,7 @@ hosts.
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Sized
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
 from typing import Any
@@ -41,10 +41,6 @@ class DataReport:
     truncated: int
     lost_trained_tokens: int
     packing_efficiency: float = 1.0
-
-    def as_dict(self) -> dict[str, Any]:
-        """The report as plain numbers, for logs."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -107,7 +103,8 @@ def encode_rows(rows: Rows, encoder: Encoder, *, progress: Progress | None = Non
     if not found:
         raise InputError(
             f"the data set {rows.source!r} leaves no example of its {len(rows)} rows: "
-            f"{', '.join(f'{n} x {reason}' for reason, n in drops.items())}; raise data.max_length"
+            f"{', '.join(f'{n} x {reason}' for reason, n in drops.items())}; raise data.max_length "
+            "or complete the rows"
         )
     report = DataReport(
         rows=len(rows),
@@ -179,11 +176,6 @@ class Dataset:
         positions = len(self._epoch(0).rows) * self.max_length
         efficiency = self.examples.report.tokens / positions
         return replace(self.examples.report, packing_efficiency=efficiency)
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Steps until every example of the first epoch was seen."""
-        return self.steps(1)
 
     def steps(self, epochs: float) -> int:
         """Steps for a number of epochs, rounded up; part of an epoch counts its rows in part."""

@@ -1,19 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read training rows from local JSON Lines, JSON and Parquet files or from a dataset hub.
+"""Read training rows of a data set, from local files or from a hub, in one of the formats.
 
 `read` checks every row before it returns, so a broken line 900 000 is reported before training
 starts; the rows themselves stay on disk and are read again on each iteration.
 """
 
-import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from glob import glob
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
+from lora_tune.data.files import BROKEN, Row, local_files, open_files, without_none
 from lora_tune.errors import InputError
 
 FORMATS: dict[str, tuple[str, ...]] = {
@@ -21,14 +18,21 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "prompt_completion": ("prompt", "completion"),
     "text": ("text",),
 }
-EXTENSIONS = (".jsonl", ".json", ".parquet")
-ACCEPTED = "`messages` (with optional `tools`), `prompt` and `completion`, or `text`"
-
-_HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # an escaped surrogate, half of a pair
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+COLUMNS = ("messages", "tools", "prompt", "completion", "text")
+ACCEPTED = (
+    "`messages` or `conversations` (with optional `tools`), `prompt` and `completion`, or `text`"
+)
+# Pairs of names that others use for a prompt and its completion.
+_PAIRS = (
+    ("question", "answer"),
+    ("question", "response"),
+    ("instruction", "output"),
+    ("instruction", "response"),
+    ("input", "output"),
+    ("prompt", "response"),
+    ("query", "response"),
+)
 _SHOWN = 5
-
-Row = tuple[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -62,9 +66,9 @@ def read(
 
     `path` is a file or a glob ending in .jsonl, .json or .parquet, or else a hub id
     (`owner/name`) for which `split` and `subset` apply. `columns` maps our column names to those
-    of the file. `format` is a key of `FORMATS`, or "auto" to let it follow from the columns of the
-    first row, in the order of `FORMATS`; every row must have the columns of the format. Only the
-    first `max_samples` rows count, if given.
+    of the file; a list under `conversations` counts as `messages`. `format` is a key of `FORMATS`,
+    or "auto" to let it follow from the columns of the first row, in the order of `FORMATS`; every
+    row must have the columns of the format. Only the first `max_samples` rows count, if given.
 
     Raises InputError for a missing, empty, broken or unreadable file and for unknown columns.
     """
@@ -72,42 +76,19 @@ def read(
         raise InputError(f"data format {format!r} is unknown: use auto or {', '.join(FORMATS)}")
     if max_samples is not None and max_samples < 1:
         raise InputError(f"data.max_samples must be at least 1 or null, got {max_samples}")
-    files = _local_files(path)
-    opened = _open_hub(path, split, subset) if files is None else _open_files(files)
+    if unknown := sorted(set(columns or ()) - {*COLUMNS}):
+        raise InputError(
+            f"data.columns has the key {_names(unknown)}, expected our names {_names(COLUMNS)}, "
+            "each with the name in the file"
+        )
+    files = local_files(path)
+    opened = _open_hub(path, split, subset) if files is None else open_files(files)
     return _checked(
         path,
         lambda: islice(opened(), max_samples),
         columns=columns or {},
         format=None if format == "auto" else format,
     )
-
-
-def _local_files(path: str) -> list[Path] | None:
-    """The files `path` names, or None when it must be a hub id."""
-    found = Path(path).expanduser()
-    if any(c in path for c in "*?["):
-        files = sorted(p for p in map(Path, glob(str(found), recursive=True)) if p.is_file())
-        if not files:
-            raise InputError(f"no file matches the data path {path!r}: check the pattern")
-        return [_known(p) for p in files]
-    if found.is_dir():
-        raise InputError(
-            f"the data path {path!r} is a folder: name its files, as in {path}/*.jsonl"
-        )
-    if found.exists():
-        return [_known(found)]
-    if found.suffix.lower() in EXTENSIONS or not _HUB_ID.fullmatch(path):
-        raise InputError(f"the data file {path!r} does not exist (looked for {found.absolute()})")
-    return None
-
-
-def _known(path: Path) -> Path:
-    if path.suffix.lower() not in EXTENSIONS:
-        raise InputError(
-            f"the data file {str(path)!r} ends in {path.suffix!r}: expected one of "
-            f"{', '.join(EXTENSIONS)}"
-        )
-    return path
 
 
 def _checked(
@@ -119,36 +100,52 @@ def _checked(
 ) -> Rows:
     """One pass over every row: choose the format, count, and collect what is wrong."""
     count, problems, unseen = 0, _Problems(source), set(columns.values())
+    there: Iterable[str] = ()
     for where, raw in opened():
         count += 1
-        unseen -= raw.keys()
-        fields = _renamed(raw, columns)
-        if isinstance(fields.get(_BROKEN), str):
-            problems.add(fields[_BROKEN])
+        if isinstance(raw.get(BROKEN), str):
+            problems.add(raw[BROKEN])
             continue
-        format = format or _detect(where, fields)
+        there = raw.keys()
+        unseen -= there
+        fields = _renamed(raw, columns)
+        format = format or _detect(where, raw, fields, columns)
         missing = [c for c in FORMATS[format] if fields.get(c) is None]
         if missing:
-            problems.add(f"{where}: column {_names(missing)} is missing or null, {_found(fields)}")
-    problems.raise_if_any()
-    if unseen:
+            problems.add(f"{where}: column {_names(missing)} is missing or null, {_found(there)}")
+    if unseen and there:
         raise InputError(
-            f"data.columns names {_names(sorted(unseen))}, which no row of {source!r} has: correct "
-            "the name or remove it"
+            f"data.columns names {_names(sorted(unseen))}, which no row of {source!r} has, "
+            f"{_found(there)}: correct the name or remove it"
         )
+    problems.raise_if_any()
     if count == 0 or format is None:
         raise InputError(f"the data set {source!r} has no rows")
     return Rows(source, format, count, opened, columns)
 
 
-def _detect(where: str, fields: Mapping[str, Any]) -> str:
+def _detect(
+    where: str, raw: Mapping[str, Any], fields: Mapping[str, Any], columns: Mapping[str, str]
+) -> str:
     for name, needed in FORMATS.items():
         if all(fields.get(column) is not None for column in needed):
             return name
-    raise InputError(f"{where}: unknown columns, {_found(fields)}, expected {ACCEPTED}")
+    absent = [theirs for theirs in columns.values() if theirs not in raw]
+    if absent:
+        raise InputError(
+            f"{where}: data.columns names {_names(absent)}, which is not there, {_found(raw)}"
+        )
+    pairs = [f"{{prompt: {p}, completion: {c}}}" for p, c in _PAIRS if {p, c} <= raw.keys()]
+    # With both, a prompt is put together from the two.
+    several = {"instruction", "input"} <= raw.keys()
+    hint = f"; set data.columns={pairs[0]} to read them so" if pairs and not several else ""
+    raise InputError(f"{where}: unknown columns, {_found(raw)}, expected {ACCEPTED}{hint}")
 
 
 def _renamed(fields: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+    """The row under our names; ShareGPT's `conversations` are messages without being told so."""
+    if "messages" not in {*fields, *columns} and isinstance(fields.get("conversations"), list):
+        columns = {**columns, "messages": "conversations"}
     if not columns:
         return fields
     kept = {k: v for k, v in fields.items() if k not in columns and k not in columns.values()}
@@ -159,8 +156,8 @@ def _names(columns: Iterable[str]) -> str:
     return ", ".join(f"`{c}`" for c in columns)
 
 
-def _found(fields: Mapping[str, Any]) -> str:
-    return f"found {_names(sorted(fields)) or 'no columns'}"
+def _found(columns: Iterable[str]) -> str:
+    return f"found {_names(sorted(columns)) or 'no columns'}"
 
 
 class _Problems:
@@ -183,99 +180,6 @@ class _Problems:
             raise InputError(f"{head}: {'; '.join(self.shown)}{more}")
 
 
-# A row that could not be parsed travels as {_BROKEN: message}, so that one pass finds them all.
-_BROKEN = "\0broken"
-
-
-def _open_files(files: list[Path]) -> Callable[[], Iterable[Row]]:
-    readers = {".jsonl": _json_lines, ".json": _json_file, ".parquet": _parquet}
-
-    def opened() -> Iterator[Row]:
-        for path in files:
-            empty = True
-            for row in readers[path.suffix.lower()](path):
-                empty = False
-                yield row
-            if empty:
-                raise InputError(f"the data file {str(path)!r} is empty: it has no rows")
-
-    return opened
-
-
-def _json_lines(path: Path) -> Iterator[Row]:
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-                if line.strip():
-                    yield _json_row(f"{path}:{number}", line)
-    except OSError as error:
-        raise InputError(f"the data file {str(path)!r} cannot be read: {error}") from error
-
-
-def _json_row(where: str, line: bytes) -> Row:
-    try:
-        value = json.loads(line.decode())
-    except UnicodeDecodeError as error:
-        return where, {_BROKEN: f"{where}: not UTF-8 text at byte {error.start} of the line"}
-    except json.JSONDecodeError as error:
-        return where, {_BROKEN: f"{where}: broken JSON at column {error.colno} ({error.msg})"}
-    except ValueError:
-        return where, {_BROKEN: f"{where}: a JSON number has too many digits"}
-    except RecursionError:
-        return where, {_BROKEN: f"{where}: JSON nested too deeply"}
-    return _json_object(where, value, may_hold_halves=bool(_HALF.search(line)))
-
-
-def _json_object(where: str, value: Any, *, may_hold_halves: bool) -> Row:
-    if may_hold_halves and not _is_text(value):
-        return where, {_BROKEN: f"{where}: a \\u escape is half of a surrogate pair, no text"}
-    if isinstance(value, dict):
-        return where, value
-    kind = type(value).__name__
-    return where, {_BROKEN: f"{where}: expected a JSON object with {ACCEPTED}, got a {kind}"}
-
-
-def _is_text(value: Any) -> bool:
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _json_file(path: Path) -> Iterator[Row]:
-    """A .json file is one array of objects or, as often met, JSON Lines."""
-    with path.open("rb") as file:
-        start = file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
-    if start != b"[":
-        yield from _json_lines(path)
-        return
-    try:
-        raw = path.read_bytes()
-        values = json.loads(raw.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"the data file {str(path)!r} is broken JSON: {error}") from error
-    may_hold_halves = bool(_HALF.search(raw))
-    for number, value in enumerate(values):
-        yield _json_object(f"{path}[{number}]", value, may_hold_halves=may_hold_halves)
-
-
-def _parquet(path: Path) -> Iterator[Row]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        number = 0
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1024):
-                for fields in batch.to_pylist():
-                    yield f"{path} row {number}", without_none(fields)
-                    number += 1
-    except (OSError, pyarrow.ArrowException) as error:
-        raise InputError(f"the data file {str(path)!r} is not readable Parquet: {error}") from error
-
-
 def _open_hub(path: str, split: str, subset: str | None) -> Callable[[], Iterable[Row]]:
     import datasets
 
@@ -292,16 +196,3 @@ def _open_hub(path: str, split: str, subset: str | None) -> Callable[[], Iterabl
             yield f"{path}[{split}] row {number}", without_none(dict(fields))
 
     return opened
-
-
-def without_none(value: Any) -> Any:
-    """Remove keys whose value is None, at every depth.
-
-    Arrow gives all rows of a struct column the union of their keys and fills the gaps with None,
-    so that a tool call would carry the arguments of every other tool.
-    """
-    if isinstance(value, dict):
-        return {k: without_none(v) for k, v in value.items() if v is not None}
-    if isinstance(value, list):
-        return [without_none(v) for v in value]
-    return value

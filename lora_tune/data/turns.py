@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lora_tune.data.conversation import Message
+from lora_tune.data.conversation import Message, says_something
 from lora_tune.errors import InputError
 
 if TYPE_CHECKING:
@@ -65,13 +65,17 @@ class Template:
 
 
 def renderings(template: Template, messages: list[Message], *, first: int = 0) -> list[Rendering]:
-    """The fewest renderings that hold every assistant turn from message `first` on as served."""
+    """The fewest renderings that hold every assistant turn from message `first` on as served.
+
+    Turns that say nothing are context only; without any other turn there is no rendering.
+    """
     turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= first]
     if not turns:
         raise InputError(
             f"{template.where}: there is no assistant message to train on, the roles are "
             f"{', '.join(m['role'] for m in messages[first:])}"
         )
+    turns = [i for i in turns if says_something(messages[i])]
     found: list[tuple[str, list[Span]]] = []
     for turn in reversed(turns):
         text, span = _served(template, messages, turn)
@@ -81,7 +85,8 @@ def renderings(template: Template, messages: list[Message], *, first: int = 0) -
                 break
         else:
             found.append((text, [span]))
-    _check_tools(template, messages[: turns[0]])
+    if turns:
+        _check_tools(template, messages[: turns[0]])
     return [Rendering(text, tuple(reversed(spans))) for text, spans in reversed(found)]
 
 

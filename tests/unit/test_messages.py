@@ -300,6 +300,45 @@ def test_empty_text_has_nothing_to_predict():
     assert encoded.drops[0].reason == "nothing to predict"
 
 
+@pytest.mark.parametrize("nothing", ["", " \n"])
+def test_an_empty_answer_is_not_learned(nothing):
+    """Its end alone would be learned, that is, to say nothing."""
+    tok = qwen(CHATML_TEMPLATE)
+    encoded = chat([user("a"), assistant(nothing)], tok)
+    assert encoded.examples == ()
+    assert [drop.reason for drop in encoded.drops] == ["empty answer"]
+    row = {"prompt": "a", "completion": nothing}
+    encoded = encode(row, tok, format="prompt_completion", max_length=99)
+    assert (encoded.examples, encoded.drops[0].reason) == ((), "empty answer")
+    messages = [user("a"), assistant(nothing), user("b"), assistant("c")]
+    (example,) = chat(messages, tok).examples
+    assert tok.decode(example.tokens[example.mask]) == "c<|im_end|>"
+
+
+def test_reasoning_and_tool_calls_are_an_answer():
+    for answer in (
+        assistant("", reasoning_content="why"),
+        assistant("", tool_calls=[call("f", {})]),
+    ):
+        (example,) = chat([user("a"), answer], qwen()).examples
+        assert example.trained_tokens > 2
+
+
+def test_messages_of_sharegpt_are_messages():
+    roles = [("system", "s"), ("human", "q"), ("gpt", "a"), ("user", "r"), ("assistant", "b")]
+    theirs = [{"from": role, "value": text} for role, text in roles]
+    ours = [
+        {"role": "system", "content": "s"},
+        user("q"),
+        assistant("a"),
+        user("r"),
+        assistant("b"),
+    ]
+    assert chat(theirs, qwen()).examples[0].tokens.tolist() == (
+        chat(ours, qwen()).examples[0].tokens.tolist()
+    )
+
+
 # Bad input: each error names the row.
 
 
@@ -310,7 +349,12 @@ def test_empty_text_has_nothing_to_predict():
         ([assistant("a")], "starts with an assistant message"),
         ([], "non-empty list of messages"),
         ("hi", "non-empty list of messages"),
-        ([{"from": "human", "value": "x"}], "`role` and `content`"),
+        ([{"human": "x"}], "`role` and `content`"),
+        (
+            [{"from": "observation", "value": "x"}],
+            "'observation' is unknown, expected one of system",
+        ),
+        ([{"from": "human"}], "has no `content`"),
         ([{"role": "human", "content": "x"}], "role 'human' is unknown"),
         ([{"role": "user"}], "has no `content`"),
         ([{"role": "user", "content": {"a": 1}}], "must be a string"),
@@ -347,9 +391,10 @@ def test_a_template_that_loses_what_the_row_has_is_an_error():
 
 
 def test_an_empty_mask_and_a_full_mask_are_errors():
-    silent = qwen("{% for m in messages %}{{ m.content }}{% endfor %}")
+    deaf = qwen("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
     with pytest.raises(InputError, match=r"f\.jsonl:7: no token would be trained"):
-        chat([user("a"), assistant("")], silent)
+        chat([user("a"), assistant("b")], deaf)
+    silent = qwen("{% for m in messages %}{{ m.content }}{% endfor %}")
     with pytest.raises(InputError, match=r"f\.jsonl:7: every token would be trained"):
         chat([user(""), assistant("b")], silent)
 

@@ -59,6 +59,20 @@ def test_the_format_follows_from_the_columns(tmp_path, fields, format):
     assert sources.read(write(tmp_path / "b.jsonl", fields | TEXT), format="text").format == "text"
 
 
+def test_conversations_of_sharegpt_are_messages(tmp_path):
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    rows = sources.read(write(tmp_path / "a.jsonl", {"conversations": turns, "id": 1}))
+    assert rows.format == "messages"
+    assert [fields for _, fields in rows] == [{"messages": turns, "id": 1}]
+    rows = sources.read(write(tmp_path / "b.jsonl", {"conversations": "talk", "text": "x"}))
+    assert rows.format == "text"
+
+
+@pytest.mark.parametrize("name", ["chats[1].jsonl", "what?.jsonl", "#a.jsonl"])
+def test_a_file_is_itself_before_it_is_a_pattern(tmp_path, name):
+    assert len(sources.read(write(tmp_path / name, TEXT))) == 1
+
+
 def test_max_samples_reads_only_the_first_rows(tmp_path):
     path = write(tmp_path / "a.jsonl", TEXT, {"text": "b"}, "{")
     rows = sources.read(path, max_samples=2)
@@ -139,6 +153,13 @@ def test_a_hub_id_that_is_not_found_is_an_error(monkeypatch):
             [{"question": 1, "answer": 2}],
             "a.jsonl:1: unknown columns, found `answer`, `question`, expected `messages`",
         ),
+        (
+            [{"instruction": "a", "output": "b"}],
+            "set data.columns={prompt: instruction, completion: output} to read them so",
+        ),
+        (["[", json.dumps(TEXT), "]"], "a.jsonl:1: a JSON array, expected one object per line"),
+        ([json.dumps(CHAT, indent=1)], "a.jsonl:1: a JSON object over several lines"),
+        (['{"text":', '"a"}'], "`jq -c . a.jsonl` writes it so"),
         ([], "is empty"),
         (["", " "], "is empty"),
     ],
@@ -161,6 +182,42 @@ def test_all_bad_lines_are_reported_at_once(tmp_path):
     assert message.endswith("and 2 more")
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32-le"])
+def test_other_encodings_are_named(tmp_path, suffix, encoding):
+    path = tmp_path / f"a{suffix}"
+    path.write_text(json.dumps(TEXT), encoding=encoding)
+    with pytest.raises(InputError, match=r"a\.json.*UTF-16 or no text.*save the file as UTF-8"):
+        sources.read(str(path))
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        ({"messages": "talk"}, r"names `talk`, which is not there, found `messages`"),
+        ({"tools": "functions"}, r"`functions`, which no row of .* has, found `messages`"),
+        ({"massages": "messages"}, r"has the key `massages`, expected our names `messages`"),
+    ],
+)
+def test_columns_that_are_not_there_name_those_that_are(tmp_path, columns, said):
+    with pytest.raises(InputError, match=said):
+        sources.read(write(tmp_path / "a.jsonl", CHAT), columns=columns)
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("https://example.org/a.jsonl", "an address on the net: download it"),
+        ("https:/example.org/a.jsonl", "an address on the net: download it"),
+        ("https://huggingface.co/datasets/owner/name/tree/main", "give the hub id owner/name"),
+        ("s3://bucket/a.jsonl", "an address on the net"),
+    ],
+)
+def test_an_address_is_no_path(path, said):
+    with pytest.raises(InputError, match=said):
+        sources.read(path)
+
+
 def test_bytes_that_are_not_utf8_name_the_line(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
     with pytest.raises(InputError, match=r"a\.jsonl:2: not UTF-8"):
@@ -174,8 +231,10 @@ def test_a_missing_file_is_an_error(tmp_path, name):
 
 
 def test_other_files_are_errors(tmp_path):
-    with pytest.raises(InputError, match=r"ends in '\.csv': expected one of \.jsonl"):
+    with pytest.raises(InputError, match=r"ends in '\.csv': expected one of \.jsonl.*from_csv"):
         sources.read(write(tmp_path / "a.csv", "text"))
+    with pytest.raises(InputError, match="unpack it first"):
+        sources.read(write(tmp_path / "a.jsonl.gz", "text"))
     with pytest.raises(InputError, match="is a folder"):
         sources.read(str(tmp_path))
     with pytest.raises(InputError, match="not readable Parquet"):
