@@ -118,11 +118,14 @@ def recurrent_gated_delta_rule(
 
     def step(state, token):
         q, k, v, decay, beta = token
-        state = state * decay[..., None, None]
-        read = jnp.einsum("bkd,bkgdv->bkgv", k, state, precision=precision)
-        write = beta[..., None] * (v - read)
-        state = state + jnp.einsum("bkd,bkgv->bkgdv", k, write, precision=precision)
-        return state, jnp.einsum("bkd,bkgdv->bkgv", q, state, precision=precision)
+        # One product reads the state for key and query alike: o = S^T q + (k.q) u.
+        keys = jnp.stack([k, q], axis=2)
+        read = jnp.einsum("bkid,bkgdv->ibkgv", keys, state, precision=precision)
+        read = read * decay[None, ..., None]
+        write = beta[..., None] * (v - read[0])
+        added = jnp.einsum("bkd,bkgv->bkgdv", k, write, precision=precision)
+        overlap = jnp.sum(k * q, axis=-1)[:, :, None, None]
+        return decay[..., None, None] * state + added, read[1] + overlap * write
 
     state, out = jax.lax.scan(step, _grouped_state(initial_state, inputs), by_time)
     out = jnp.moveaxis(out, 0, 1).reshape(batch, -1, value_heads, value_dim)

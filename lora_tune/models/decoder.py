@@ -8,6 +8,7 @@ stacking, remat, caching the plan and the chunked loss is here, once.
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,10 +19,12 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from lora_tune import scan
+from lora_tune.cache import Cache, Entry, LayerCache
 from lora_tune.errors import InputError
 from lora_tune.hf.table import Row
 from lora_tune.layers.linear import Embed, Linear
 from lora_tune.layers.norms import RMSNorm
+from lora_tune.layers.segments import running_segments
 
 
 class Config(Protocol):
@@ -45,13 +48,16 @@ class Family:
     Attributes:
       read_config: Hugging Face `config.json` as a dict -> configuration; raises InputError naming
         a field that asks for something the family's layers do not do.
-      make_layer: `(config, kind, dtype=) -> layer`, called as `layer(h, LayerInputs)`.
+      make_layer: `(config, kind, dtype=) -> layer`, called as `layer(h, LayerInputs, entry)`; it
+        returns the new `h` and the entry it wrote to, None for None.
+      make_cache: `(config, kind, batch=, size=, dtype=) -> empty cache` of such a layer.
       layer_rows, top_rows, ignored, layer_prefix: see `lora_tune.hf.table`.
       not_adaptable: layer paths of projections that never carry an adapter, e.g. routers.
     """
 
     read_config: Callable[[Mapping[str, Any]], Any]
     make_layer: Callable[..., nnx.Module]
+    make_cache: Callable[..., LayerCache]
     layer_rows: Sequence[Row]
     top_rows: Sequence[Row]
     ignored: Sequence[tuple[str, str]]
@@ -67,10 +73,29 @@ class LayerInputs:
     Attributes:
       segment_ids: int32 `[B, T]`; 0 is padding, equal ids are one document.
       positions: int32 `[B, T]`, restarting at 0 in every document.
+      slots: what the layers' caches hold, where there are caches.
     """
 
     segment_ids: jax.Array
     positions: jax.Array
+    slots: "Slots | None" = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """The state of all layers' caches at the time of a call.
+
+    Attributes:
+      segment_ids: int32 `[B, S]` of the slots, those of this call's tokens included.
+      index: int32 scalar, the slot of this call's first token.
+      continues: bool `[B]`, whether the first real token goes on with the document that the row
+        ended with; where it does not, recurrent layers forget.
+    """
+
+    segment_ids: jax.Array
+    index: jax.Array
+    continues: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -135,6 +160,20 @@ def segment_positions(segment_ids: jax.Array) -> jax.Array:
     return index - jax.lax.cummax(starts, axis=1)
 
 
+def _fill_slots(cache: Cache, segment_ids: jax.Array) -> tuple[Slots, jax.Array]:
+    """Enters a call's tokens into the cache's slots; returns them and the tokens' positions."""
+    before, real = cache.segment_ids, segment_ids != 0
+    newest = jnp.argmax(jnp.where(before != 0, jnp.arange(1, cache.size + 1)[None, :], 0), axis=1)
+    last = jnp.take_along_axis(before, newest[:, None], axis=1)[:, 0]
+    first = jnp.take_along_axis(segment_ids, jnp.argmax(real, axis=1)[:, None], axis=1)[:, 0]
+    ids = jax.lax.dynamic_update_slice(before, segment_ids.astype(jnp.int32), (0, cache.index))
+    seen = jnp.sum((before == last[:, None]) & (last != 0)[:, None], axis=1, dtype=jnp.int32)
+    continues = (last == first) & (last != 0)
+    _, run = running_segments(segment_ids)
+    ahead = jnp.where((run == 0) & continues[:, None], seen[:, None], 0)
+    return Slots(ids, cache.index, continues), segment_positions(segment_ids) + ahead
+
+
 class Decoder(nnx.Module):
     """A causal language model of any family, built abstract (shapes only).
 
@@ -182,6 +221,30 @@ class Decoder(nnx.Module):
             )
         self.suffix = nnx.List([stack_run(run) for run in plan.suffix])
 
+    def create_cache(self, batch: int, size: int) -> Cache:
+        """An empty cache for `batch` rows of at most `size` tokens each, padding included."""
+
+        def empty(kind: Hashable, stack: Sequence[int]) -> LayerCache:
+            one = functools.partial(
+                self.family.make_cache,
+                self.config,
+                kind,
+                batch=batch,
+                size=size,
+                dtype=self.options.dtype,
+            )
+            return jax.tree.map(
+                lambda leaf: jnp.zeros((*stack, *leaf.shape), leaf.dtype), jax.eval_shape(one)
+            )
+
+        kinds = self.config.layer_kinds()
+        stacks = self.plan.stacks().values()
+        return Cache(
+            layers=tuple(empty(kinds[int(ids.flat[0])], ids.shape) for ids in stacks),
+            segment_ids=jnp.zeros((batch, size), jnp.int32),
+            index=jnp.zeros((), jnp.int32),
+        )
+
     def __call__(
         self,
         tokens: jax.Array,
@@ -190,7 +253,8 @@ class Decoder(nnx.Module):
         *,
         targets: jax.Array | None = None,
         last: jax.Array | None = None,
-    ) -> jax.Array | tuple[jax.Array, jax.Array]:
+        cache: Cache | None = None,
+    ) -> Any:
         """Scores the next token, or the given targets.
 
         Args:
@@ -200,30 +264,37 @@ class Decoder(nnx.Module):
           positions: int32 `[B, T]`; default: restarting at 0 wherever the segment id changes.
           targets: int32 `[B, T]`, the token to score at each place.
           last: int32 `[B]`, the one place of each row whose logits are wanted.
+          cache: from `create_cache` or an earlier call. The tokens take its next T slots and see
+            what it holds: a row goes on with its last document, unless the segment id changes.
+            Positions then go on as well. The caller sees to it that the slots suffice; past the
+            end the last ones are overwritten.
 
         Returns:
           Logits `[B, T, V]` in the dtype of the activations, `[B, V]` with `last`. Or, with
           `targets`, the pair of negative log-likelihoods (float32 `[B, T]`) and whether the target
           is the most likely token (bool `[B, T]`), computed without ever holding all logits.
+          With a cache, the pair of that and the cache after the call.
         """
         if segment_ids is None:
             segment_ids = jnp.ones_like(tokens)
-        if positions is None:
-            positions = segment_positions(segment_ids)
+        slots = None
+        if cache is not None:
+            slots, following = _fill_slots(cache, segment_ids)
+        else:
+            following = segment_positions(segment_ids)
+        inputs = LayerInputs(segment_ids, following if positions is None else positions, slots)
         # float32 means float32 on every backend: elsewhere than on CPU the default is less.
         exact = jnp.dtype(self.options.dtype) == jnp.float32
         with jax.default_matmul_precision("highest") if exact else contextlib.nullcontext():
-            return self._run(tokens, LayerInputs(segment_ids, positions), targets, last)
+            h, layers = self._run_layers(self._embed(tokens), inputs, cache and cache.layers)
+            scored = self._head_outputs(self.norm(h), targets, last)
+        if slots is None:
+            return scored
+        return scored, Cache(layers, slots.segment_ids, slots.index + tokens.shape[1])
 
-    def _run(
-        self,
-        tokens: jax.Array,
-        inputs: LayerInputs,
-        targets: jax.Array | None,
-        last: jax.Array | None,
+    def _head_outputs(
+        self, h: jax.Array, targets: jax.Array | None, last: jax.Array | None
     ) -> jax.Array | tuple[jax.Array, jax.Array]:
-        h = self._run_layers(self._embed(tokens), inputs)
-        h = self.norm(h)
         if targets is not None:
             return self._score(h, targets)
         if last is not None:
@@ -240,32 +311,70 @@ class Decoder(nnx.Module):
         )
         return h
 
-    def _run_layers(self, h: jax.Array, inputs: LayerInputs) -> jax.Array:
-        options = self.options
+    def _run_layers(
+        self, h: jax.Array, inputs: LayerInputs, caches: Sequence[LayerCache] | None
+    ) -> tuple[jax.Array, tuple[Any, ...]]:
+        """Runs every layer in order.
+
+        Args:
+          h: `[B, T, D]`.
+          inputs: what every layer sees.
+          caches: those of the stacks, in the order of `LayerPlan.stacks`; None for none.
+
+        Returns:
+          `[B, T, D]`, and the caches after the call (None for each stack without).
+        """
+        options, plan = self.options, self.plan
         common = {"remat": options.remat, "unshard": True, "scan_axis": options.param_scan_axis}
 
-        def run_layer(layer: Any, h: jax.Array, _: None) -> tuple[jax.Array, None]:
-            return layer(h, inputs), None
+        def run_stack(stack: Any, h: jax.Array, cache: LayerCache | None, *at: Any) -> Any:
+            def run_layer(layer: Any, carry: Any, i: Any) -> tuple[Any, None]:
+                h, cache = carry
+                place = at if i is None else (*at, i)
+                h, entry = layer(h, inputs, None if cache is None else Entry(cache, place))
+                return (h, entry and entry.stack), None
 
-        def run_stacks(stacks: Sequence[nnx.Module], h: jax.Array) -> jax.Array:
-            for stack in stacks:
-                h, _ = scan.apply_stack(stack, h, run_layer, axis=scan.LAYER, **common)
-            return h
+            scanned = options.scan_layers
+            indices = None
+            if scanned and cache is not None:
+                indices = jnp.arange(jax.tree.leaves(cache)[0].shape[len(at)])
+            axis = scan.LAYER if scanned else None
+            carry, _ = scan.apply_stack(
+                stack, (h, cache), run_layer, axis=axis, xs=indices, **common
+            )
+            return carry
 
-        def run_block(block: Any, h: jax.Array, _: None) -> tuple[jax.Array, None]:
-            return run_stacks(block.runs, h), None
+        def run_stacks(stacks: Any, h: jax.Array, caches: Any, *at: Any) -> Any:
+            after = []
+            for stack, cache in zip(stacks, caches, strict=True):
+                h, cache = run_stack(stack, h, cache, *at)
+                after.append(cache)
+            return h, tuple(after)
+
+        def run_block(block: Any, carry: Any, b: Any) -> tuple[Any, None]:
+            return run_stacks(block.runs, *carry, *(() if b is None else (b,))), None
+
+        left = iter(caches or [None] * len(plan.stacks()))
+
+        def take(count: int) -> tuple[LayerCache | None, ...]:
+            return tuple(itertools.islice(left, count))
 
         if not options.scan_layers:
-            for layer in self.layers:
-                h, _ = scan.apply_stack(layer, h, run_layer, axis=None, **common)
-            return h
-        h = run_stacks(self.prefix, h)
-        if self.plan.blocks:
+            return run_stacks(self.layers, h, tuple(left))
+        h, prefix = run_stacks(self.prefix, h, take(len(plan.prefix)))
+        inside = take(len(plan.cycle))
+        if plan.blocks:
             # The block is not rematerialised: each of its layers is.
-            h, _ = scan.apply_stack(
-                self.blocks, h, run_block, axis=scan.BLOCK, scan_axis=options.param_scan_axis
+            (h, inside), _ = scan.apply_stack(
+                self.blocks,
+                (h, inside),
+                run_block,
+                axis=scan.BLOCK,
+                xs=None if caches is None else jnp.arange(plan.blocks),
+                scan_axis=options.param_scan_axis,
             )
-        return run_stacks(self.suffix, h)
+        h, suffix = run_stacks(self.suffix, h, tuple(left))
+        return h, (*prefix, *inside, *suffix)
 
     def _head(self) -> Any:
         return self.embed_tokens if self.config.tie_word_embeddings else self.lm_head

@@ -6,7 +6,8 @@ B batch, T time, D embed, N heads, K key (or kv) heads, V value heads, H head di
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,11 +15,19 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from lora_tune.cache import (
+    AttentionCache,
+    Entry,
+    LayerCache,
+    RecurrentCache,
+    slots_first,
+    slots_last,
+)
 from lora_tune.errors import InputError
 from lora_tune.hf.table import Row
 from lora_tune.layers.attention import attention
 from lora_tune.layers.conv import causal_conv
-from lora_tune.layers.delta_net import gated_delta_rule
+from lora_tune.layers.delta_net import gated_delta_rule, recurrent_gated_delta_rule
 from lora_tune.layers.linear import Linear
 from lora_tune.layers.moe import MLP, SparseMoe
 from lora_tune.layers.norms import GatedRMSNorm, RMSNorm
@@ -231,16 +240,20 @@ class GatedDeltaNet(nnx.Module):
         self.out_proj = Linear(value_dim, d, axes=out_of, dtype=dtype)
         self.config = c
 
-    def __call__(self, x: jax.Array, inputs: LayerInputs) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, inputs: LayerInputs, entry: Entry | None
+    ) -> tuple[jax.Array, Entry | None]:
         """Mixes `[B, T, D]` over time."""
         c = self.config
         q, k, v, z = self._split_qkvz(self.in_proj_qkvz(x))
         b, a = self._split_ba(self.in_proj_ba(x))
         key_dim = q.shape[-1]
-        mixed, _ = causal_conv(
+        window, state = _remembered(entry, inputs)
+        mixed, window = causal_conv(
             jnp.concatenate([q, k, v], axis=-1),
             self.conv1d.kernel[...].astype(x.dtype),
             segment_ids=inputs.segment_ids,
+            state=window,
         )
         q, k, v = jnp.split(jax.nn.silu(mixed), [key_dim, 2 * key_dim], axis=-1)
         heads = x.shape[:2]
@@ -248,16 +261,19 @@ class GatedDeltaNet(nnx.Module):
         step = jax.nn.softplus(
             a.astype(jnp.float32) + self.dt_bias[...].astype(jnp.float32)[None, None, :]
         )
-        y, _ = gated_delta_rule(
+        one_token = entry is not None and x.shape[1] == 1
+        y, state = (recurrent_gated_delta_rule if one_token else _chunked(c))(
             q.reshape(*heads, c.linear_num_key_heads, c.linear_key_head_dim),
             k.reshape(*heads, c.linear_num_key_heads, c.linear_key_head_dim),
             v.reshape(*heads, c.linear_num_value_heads, c.linear_value_head_dim),
             -rate * step,
             jax.nn.sigmoid(b),
             segment_ids=inputs.segment_ids,
-            chunk_size=_chunk_size(c.linear_key_head_dim),
+            initial_state=state,
         )
-        return self.out_proj(self.norm(y, z).reshape(*heads, -1))
+        if entry is not None:
+            entry = entry.write(conv=window, state=state)
+        return self.out_proj(self.norm(y, z).reshape(*heads, -1)), entry
 
     def _split_qkvz(self, packed: jax.Array) -> tuple[jax.Array, ...]:
         """Unpacks, per key head, `[q, k, values, gates]`; z comes as `[B, T, V, H]`."""
@@ -277,13 +293,28 @@ class GatedDeltaNet(nnx.Module):
         return b.reshape(*lead, -1), a.reshape(*lead, -1)
 
 
-def _chunk_size(key_head_dim: int) -> int:
-    """Chunk length of the delta rule: work inside a chunk grows with it, work between falls.
+def _remembered(
+    entry: Entry | None, inputs: LayerInputs
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """What a cache holds of the document that each row goes on with: convolution window, state."""
+    if entry is None or inputs.slots is None:
+        return None, None
+    continues = inputs.slots.continues
+    window, state = entry.read("conv"), entry.read("state")
+    return (
+        jnp.where(continues[:, None, None], window, 0),
+        jnp.where(continues[:, None, None, None], state, 0),
+    )
+
+
+def _chunked(c: Qwen3NextConfig) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """The chunked delta rule: work inside a chunk grows with its length, work between falls.
 
     64 for the published head size of 128; narrow heads want shorter chunks (3.5 times faster at 32
     with chunks of 16 than of 64, on a CPU).
     """
-    return max(16, min(64, key_head_dim // 2))
+    chunk_size = max(16, min(64, c.linear_key_head_dim // 2))
+    return functools.partial(gated_delta_rule, chunk_size=chunk_size)
 
 
 class Conv(nnx.Module):
@@ -308,7 +339,9 @@ class Attention(nnx.Module):
         self.k_norm = RMSNorm(h, eps=c.rms_norm_eps, dtype=dtype)
         self.config = c
 
-    def __call__(self, x: jax.Array, inputs: LayerInputs) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, inputs: LayerInputs, entry: Entry | None
+    ) -> tuple[jax.Array, Entry | None]:
         """Mixes `[B, T, D]` over time."""
         c = self.config
         lead = x.shape[:2]
@@ -319,8 +352,22 @@ class Attention(nnx.Module):
         frequencies = rope_frequencies(int(c.head_dim * c.partial_rotary_factor), c.rope_theta)
         q = apply_rope(self.q_norm(q), inputs.positions, frequencies)
         k = apply_rope(self.k_norm(k), inputs.positions, frequencies)
-        y = attention(q, k, v, segment_ids=inputs.segment_ids, scale=c.head_dim**-0.5)
-        return self.o_proj((y * jax.nn.sigmoid(gate)).reshape(*lead, -1))
+        attend = functools.partial(
+            attention, segment_ids=inputs.segment_ids, scale=c.head_dim**-0.5
+        )
+        slots = inputs.slots
+        if entry is None or slots is None:
+            y = attend(q, k, v)
+        else:
+            entry = entry.write(slot=slots.index, k=slots_first(k), v=slots_first(v))
+            y = attend(
+                q,
+                slots_last(entry.read("k")),
+                slots_last(entry.read("v")),
+                key_segment_ids=slots.segment_ids,
+                query_offset=slots.index,
+            )
+        return self.o_proj((y * jax.nn.sigmoid(gate)).reshape(*lead, -1)), entry
 
 
 class Layer(nnx.Module):
@@ -349,11 +396,30 @@ class Layer(nnx.Module):
         else:
             self.mlp = MLP(d, c.intermediate_size, dtype=dtype)
 
-    def __call__(self, h: jax.Array, inputs: LayerInputs) -> jax.Array:
+    def __call__(
+        self, h: jax.Array, inputs: LayerInputs, entry: Entry | None = None
+    ) -> tuple[jax.Array, Entry | None]:
         """Runs the layer on `[B, T, D]`."""
         mix = self.linear_attn if self.mixer == LINEAR else self.self_attn
-        h = h + mix(self.input_layernorm(h), inputs)
-        return h + self.mlp(self.post_attention_layernorm(h))
+        mixed, entry = mix(self.input_layernorm(h), inputs, entry)
+        h = h + mixed
+        return h + self.mlp(self.post_attention_layernorm(h)), entry
+
+
+def make_cache(
+    c: Qwen3NextConfig, kind: Kind, *, batch: int, size: int, dtype: DTypeLike
+) -> LayerCache:
+    """An empty cache of a layer for `batch` rows of `size` slots."""
+    mixer, _ = kind
+    if mixer == FULL:
+        shape = (size, c.num_key_value_heads, batch, c.head_dim)
+        return AttentionCache(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))
+    values, key_dim = c.linear_num_value_heads, c.linear_key_head_dim
+    channels = 2 * c.linear_num_key_heads * key_dim + values * c.linear_value_head_dim
+    return RecurrentCache(
+        conv=jnp.zeros((batch, c.linear_conv_kernel_dim - 1, channels), dtype),
+        state=jnp.zeros((batch, values, key_dim, c.linear_value_head_dim), jnp.float32),
+    )
 
 
 def _projection(name: str) -> Row:
@@ -373,6 +439,7 @@ _MLP = ("gate_proj", "up_proj", "down_proj")
 FAMILY = Family(
     read_config=read_config,
     make_layer=Layer,
+    make_cache=make_cache,
     layer_rows=(
         _plain("input_layernorm.weight"),
         _plain("post_attention_layernorm.weight"),

@@ -291,8 +291,8 @@ def test_a_stack_without_its_axis_is_refused():
 class MarkedLayer(qwen3_next.Layer):
     """A layer whose every forward evaluation shows in the jaxpr."""
 
-    def __call__(self, h, inputs):
-        return super().__call__(checkpoint_name(h, "layer"), inputs)
+    def __call__(self, h, inputs, entry=None):
+        return super().__call__(checkpoint_name(h, "layer"), inputs, entry)
 
 
 MARKED = dataclasses.replace(cases.FAMILY, make_layer=MarkedLayer)
