@@ -7,6 +7,7 @@ The only file that knows both the recipe and every component.
 import contextlib
 import dataclasses
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from lora_tune.data import tokenizer as tokenizers
 from lora_tune.data.messages import Encoder, Example
 from lora_tune.errors import InputError
 from lora_tune.hf.files import read_json
-from lora_tune.hf.hub import Source, find_model
+from lora_tune.hf.hub import Source, check_complete, find_model
 from lora_tune.hf.load import load_params
 from lora_tune.hf.peft import adapter_arrays, load_adapter
 from lora_tune.hf.table import bind
@@ -40,6 +41,8 @@ from lora_tune.training.state import SplitModel, Weights
 from lora_tune.training.step import make_eval_step
 
 Batch = Mapping[str, np.ndarray]
+_HOST_BYTES = 20
+"""Bytes of a token in a batch: five arrays of 32 bits (`lora_tune.data.batch`)."""
 
 
 @contextlib.contextmanager
@@ -52,8 +55,11 @@ def said_of(key: str) -> Iterator[None]:
 
 
 def find_source(path: str, *, revision: str | None = None, weights: bool = True) -> Source:
-    """Finds a model by folder, hub id or `lora_tune:NAME`."""
-    return find_model(str(assets.resolve(path)), revision=revision, weights=weights)
+    """Finds a model by folder, hub id or `lora_tune:NAME`; with `weights`, a complete one."""
+    source = find_model(str(assets.resolve(path)), revision=revision, weights=weights)
+    if weights:
+        check_complete(source)
+    return source
 
 
 def abstract_model(source: Source, options: DecoderOptions) -> Decoder:
@@ -251,12 +257,52 @@ def _examples(
 
 def make_tokenizer(recipe: schema.Recipe, source: Source, vocab_size: int) -> Any:
     """The tokenizer of a recipe's model, with the recipe's chat template if it names one."""
+    with said_of("model.path"):
+        tokenizer = tokenizers.load(str(source.folder), vocab_size=vocab_size)
     template = recipe.model.chat_template
-    return tokenizers.load(
-        str(source.folder),
-        chat_template=None if template is None else str(assets.resolve(template)),
-        vocab_size=vocab_size,
-    )
+    if template is not None:
+        with said_of("model.chat_template"):
+            tokenizers.use_template(tokenizer, str(assets.resolve(template)))
+    return tokenizer
+
+
+def check_size(recipe: schema.Recipe, model: Decoder, mesh: Mesh | None) -> None:
+    """Refuses sequences that the model has no positions for, or that no memory can hold.
+
+    What is counted is the least that a step keeps: its batch on the host, and the input of every
+    layer on the devices. A run that passes may still need more than there is.
+
+    Raises:
+      InputError: naming the keys and what there is.
+    """
+    length, config = recipe.data.max_length, model.config
+    limit = read_json(model.origin.folder / "config.json").get("max_position_embeddings")
+    if isinstance(limit, int) and length > limit:
+        raise InputError(
+            f"data.max_length ({length}) is more than the model's max_position_embeddings "
+            f"({limit}); lower it"
+        )
+    width = config.hidden_size * jnp.dtype(recipe.model.dtype).itemsize
+    rows, host = recipe.train.batch_size, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    at_once = rows // recipe.train.gradient_accumulation_steps
+    devices = _device_memory(mesh) or host
+    for keys, tokens, each, there in (
+        ("train.batch_size", rows * length, _HOST_BYTES, host),
+        ("train.batch_size", at_once * length, width * config.num_hidden_layers, devices),
+        ("eval.batch_size", (recipe.eval.batch_size or 0) * length, width + _HOST_BYTES, devices),
+    ):
+        if tokens * each > there:
+            raise InputError(
+                f"data.max_length ({length}) and {keys} need at least {tokens * each / 1e9:,.0f} "
+                f"GB, there are {there / 1e9:,.0f}; lower one of them"
+            )
+
+
+def _device_memory(mesh: Mesh | None) -> int | None:
+    """Bytes of all devices of a run together, None where they share the host's memory."""
+    devices = jax.local_devices()[:1] if mesh is None else list(mesh.devices.flat)
+    found = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
+    return None if None in found else sum(amount for amount in found if amount)
 
 
 def optimizer_of(
@@ -341,17 +387,18 @@ def make_evaluation(
 
 
 def fingerprint(recipe: schema.Recipe, source: Source) -> dict[str, Any]:
-    """What a continued run must share with its checkpoints, as plain JSON values."""
-    lora = None if recipe.lora is None else dataclasses.asdict(recipe.lora)
+    """What a continued run must share with its checkpoints, by recipe key, as plain JSON values."""
     parts = {
-        "model": source.base_name,
-        "commit": source.commit,
-        "dtype": recipe.model.dtype,
-        "init": recipe.model.init,
-        "lora": lora,
-        "optim": dataclasses.asdict(recipe.optim),
-        "seed": recipe.train.seed,
-        "batch_size": recipe.train.batch_size,
-        "gradient_accumulation_steps": recipe.train.gradient_accumulation_steps,
+        "model.path": source.base_name,
+        "model commit": source.commit,
+        "model.dtype": recipe.model.dtype,
+        "model.init": recipe.model.init,
+        "lora": "null" if recipe.lora is None else "adapters",
+        "train.seed": recipe.train.seed,
+        "train.batch_size": recipe.train.batch_size,
+        "train.gradient_accumulation_steps": recipe.train.gradient_accumulation_steps,
     }
+    for name, section in (("lora", recipe.lora), ("optim", recipe.optim)):
+        values = {} if section is None else dataclasses.asdict(section)
+        parts |= {f"{name}.{key}": value for key, value in values.items()}
     return json.loads(json.dumps(parts))

@@ -226,19 +226,20 @@ class Checkpoints:
     ) -> None:
         saved = record["meta"]["fingerprint"]
         problems = [
-            f"{key} was {saved.get(key)!r} and is now {self._fingerprint.get(key)!r}"
+            f"{key} was {_shown(saved.get(key))}, is {_shown(self._fingerprint.get(key))}"
             for key in sorted({*saved, *self._fingerprint})
             if saved.get(key) != self._fingerprint.get(key)
         ]
         for item in _ITEMS:
-            problems += _differences(record["leaves"][item], wanted[item])
             if problems:
-                # Optimizer state follows the parameters: its paths would only repeat the list.
+                # What follows: arrays from the recipe, optimizer state from the parameters.
                 break
+            problems = _differences(record["leaves"][item], wanted[item])
         if problems:
             raise InputError(
-                f"the checkpoint {path} belongs to another run: {_shortened(problems)}; "
-                f"set another output_dir, or remove {self.folder} to start from the beginning"
+                "set another output_dir for this run, or undo the change to go on with the one "
+                f"there: {path} is a checkpoint of another run, in which "
+                f"{_shortened(problems, most=4)}"
             )
 
 
@@ -373,7 +374,7 @@ def _differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[st
         else:
             then = f"{saved[path]['dtype']}{saved[path]['shape']}"
             now = f"{wanted[path].dtype}{list(wanted[path].shape)}"
-            problems += [f"{path} was {then} and is now {now}"] if then != now else []
+            problems += [f"{path} was {then}, is {now}"] if then != now else []
     return problems
 
 
@@ -389,6 +390,11 @@ def _eval_loss(path: Path) -> float | None:
     except (OSError, ValueError, KeyError):
         # Damaged since it was written: not a candidate for the best one.
         return None
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:59]}…"
 
 
 def _shortened(problems: list[str], *, most: int = 8) -> str:

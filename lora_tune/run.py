@@ -18,6 +18,7 @@ from lora_tune.data import messages
 from lora_tune.errors import InputError
 from lora_tune.hf import peft, save
 from lora_tune.hf.folder import check_replaceable, check_writable, replace_file
+from lora_tune.hf.load import ignored_tensors
 from lora_tune.hf.table import bind
 from lora_tune.lora.inject import AdapterRow, adapter_table
 from lora_tune.models.decoder import Decoder
@@ -79,7 +80,8 @@ def train(recipe: str, overrides: Sequence[str] = ()) -> Result:
     with build.said_of("model.path"):
         weights = loaded.model.init == "pretrained"
         source = build.find_source(path, revision=revision, weights=weights)
-    abstract = build.abstract_model(source, build.DecoderOptions())
+        abstract = build.abstract_model(source, build.DecoderOptions())
+    build.check_size(loaded, abstract, mesh)
     tokenizer = build.make_tokenizer(loaded, source, abstract.config.vocab_size)
     data = build.make_data(loaded, tokenizer)
     build.optimizer_of(loaded, _total_steps(loaded, data))  # fails before weights are read
@@ -280,7 +282,16 @@ class _Run:
         if self.lora is None:
             merged = self.run_dir / "merged"
             dtype = build.declared_dtype(self.source) or recipe.model.dtype
-            save.save_full(state, self.leaves, self.origin.folder, merged, dtype=jnp.dtype(dtype))
+            base = self.origin.folder
+            pretrained = recipe.model.init == "pretrained"
+            save.save_full(
+                state,
+                self.leaves,
+                base,
+                merged,
+                dtype=jnp.dtype(dtype),
+                carried=ignored_tensors(base, self.family) if pretrained else (),
+            )
         elif recipe.save.adapter:
             adapter = self.run_dir / "adapter"
             peft.save_adapter(
@@ -302,9 +313,11 @@ class _Run:
 
 
 def _total_steps(recipe: schema.Recipe, data: build.Data) -> int:
-    if recipe.train.max_steps is not None:
-        return recipe.train.max_steps
-    return data.train.steps(recipe.train.num_train_epochs or 1.0)
+    train = recipe.train
+    if train.max_steps is not None:
+        return train.max_steps
+    assert train.num_train_epochs is not None  # the recipe's checks: one of the two is set
+    return data.train.steps(train.num_train_epochs)
 
 
 def _question(example: Any) -> tuple[list[int], list[int]]:

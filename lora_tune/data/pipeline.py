@@ -204,10 +204,14 @@ class Dataset:
         here = self._identity()
         changed = [key for key in here if here[key] != position.get(key)]
         if changed:
-            listed = ", ".join(f"{k} was {position.get(k)!r}, is {here[k]!r}" for k in changed)
+            listed = ", ".join(
+                "other tokens" if k == "fingerprint" else f"{k} was {position.get(k)}, is {here[k]}"
+                for k in changed
+            )
             raise InputError(
-                f"the training data is not what the checkpoint at step {position.get('step')} was "
-                f"trained on ({listed}): restore it, or start in another output_dir"
+                "set another output_dir for this run, or undo the change to go on with the one "
+                "there: the training data is not what the checkpoint at step "
+                f"{position.get('step')} was trained on ({listed})"
             )
 
     def _identity(self) -> dict[str, int | str | bool]:

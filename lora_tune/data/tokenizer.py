@@ -10,15 +10,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def load(
-    path: str,
-    *,
-    chat_template: str | None = None,
-    vocab_size: int | None = None,
-) -> "PreTrainedTokenizerBase":
+def load(path: str, *, vocab_size: int | None = None) -> "PreTrainedTokenizerBase":
     """Load the tokenizer of a local model folder or of a hub id.
 
-    `chat_template` is the path of a Jinja file that replaces the model's own template.
     `vocab_size` is the number of rows of the model's embedding; ids beyond it are an error.
     Code from the model repository is never run; templates render in transformers' sandbox.
     """
@@ -43,21 +37,20 @@ def load(
             f"the tokenizer of {path!r} has no tokenizer.json: a fast tokenizer is needed, because "
             "the loss mask follows from character offsets"
         )
-    if chat_template is not None:
-        tokenizer.chat_template = _template_text(chat_template)
     if vocab_size is not None:
         check_vocabulary(tokenizer, vocab_size)
     return tokenizer
 
 
-def _template_text(path: str) -> str:
+def use_template(tokenizer: "PreTrainedTokenizerBase", path: str) -> None:
+    """Replace the tokenizer's own chat template by the Jinja file at `path`."""
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"the chat template file {path!r} cannot be read: {error}") from error
     if not text.strip():
         raise InputError(f"the chat template file {path!r} is empty")
-    return text
+    tokenizer.chat_template = text
 
 
 def check_vocabulary(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 
 from lora_tune.errors import InputError
 from lora_tune.hf.card import is_hub_id
+from lora_tune.hf.files import INDEX, SINGLE
 
 _SNAPSHOT = re.compile(r"models--(?P<owner>.+?)--(?P<name>.+)")
+_HUB_PAGE = re.compile(r"https?:/+huggingface\.co/(?P<id>[^/]+/[^/?#]+)")
 _SMALL = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "additional_chat_templates/*"]
 
 
@@ -47,10 +49,44 @@ def find_model(path: str, *, revision: str | None = None, weights: bool = True) 
             )
         return _local(folder)
     if folder.exists() or not is_hub_id(path) or path.startswith("."):
+        page = _HUB_PAGE.match(path)
+        advice = f"write {page['id']}" if page else "check the path"
+        if folder.is_file():
+            advice = f"it is a file, name its folder {folder.parent}"
         raise InputError(
-            f"{path}: neither a model folder nor a hub id of the form owner/name; check the path"
+            f"{path}: neither a model folder nor a hub id of the form owner/name; {advice}"
         )
     return _from_hub(path, revision, weights)
+
+
+def check_complete(source: Source) -> None:
+    """Checks that a folder has a configuration, weights and a tokenizer at all.
+
+    Raises:
+      InputError: naming everything that is missing, and what the folder may be instead.
+    """
+    folder = source.folder
+    parts = {
+        "a configuration (config.json)": ["config.json"],
+        f"weights ({SINGLE} or {INDEX})": [SINGLE, INDEX],
+        "a tokenizer (tokenizer.json)": ["tokenizer.*", "vocab.*"],
+    }
+    missing = [part for part, names in parts.items() if not any(any(folder.glob(n)) for n in names)]
+    if missing:
+        where = source.hub_id or f"the folder {folder}"
+        raise InputError(f"{where} lacks {', '.join(missing)}{_instead(folder)}")
+
+
+def _instead(folder: Path) -> str:
+    if (folder / "adapter_config.json").exists():
+        return "; it holds an adapter: give its base model, and this as lora.adapter_path"
+    below = [path.parent for path in sorted(folder.glob("*/config.json"))]
+    if below:
+        return f"; did you mean {below[0]}?"
+    other = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pth", ".gguf"))
+    if other:
+        return f"; only safetensors weights can be read, not {other[0]}"
+    return "; expected a model in Hugging Face format"
 
 
 def _local(folder: Path) -> Source:

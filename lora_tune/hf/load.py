@@ -83,9 +83,24 @@ def check_tensors(checkpoint: Checkpoint, leaves: Sequence[Leaf], family: Family
             problems += _tensor_problems(tensor, expected[name])
         elif name == head:
             problems += _tied_problems(tensor, present.get(embedding))
-        elif not any(re.fullmatch(pattern, name) for pattern, _ in family.ignored):
+        elif not _is_ignored(name, family):
             problems.append(f"{name} in {tensor.file.name} is unknown to this model")
     raise_listed(f"{checkpoint.folder}: the checkpoint does not fit the model", problems)
+
+
+def ignored_tensors(folder: FilePath | str, family: Family) -> list[Tensor]:
+    """The tensors of a checkpoint that no model of the family holds, in the order of the files."""
+    checkpoint = open_checkpoint(FilePath(folder))
+    return [
+        tensor
+        for tensors in checkpoint.files.values()
+        for tensor in tensors
+        if _is_ignored(tensor.name, family)
+    ]
+
+
+def _is_ignored(name: str, family: Family) -> bool:
+    return any(re.fullmatch(pattern, name) for pattern, _ in family.ignored)
 
 
 def _load(

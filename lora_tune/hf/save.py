@@ -2,6 +2,7 @@
 """Writing whole models in the Hugging Face format: the base with its adapters merged, or ours."""
 
 import dataclasses
+import itertools
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -90,6 +91,7 @@ def save_full(
     out_dir: FilePath | str,
     *,
     dtype: DTypeLike | None = None,
+    carried: Sequence[Tensor] = (),
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
     """Writes every parameter of a model as a new checkpoint.
@@ -101,6 +103,7 @@ def save_full(
         `config.json` becomes that of the files.
       out_dir: folder to write; may be an earlier result, which is then replaced.
       dtype: type of the files, None for that of each array.
+      carried: tensors of other checkpoints to copy byte for byte, after ours.
       max_shard_bytes: a shard is closed before it would grow beyond this.
 
     Raises:
@@ -113,8 +116,11 @@ def save_full(
     if missing:
         raise ValueError(f"the state lacks {', '.join(missing)}")
     types = [np.dtype(dtype or arrays[leaf.path].dtype) for leaf in leaves]
-    shards = _plan_shards(leaves, types, max_shard_bytes)
-    tensors = _all_tensors(leaves, types, arrays)
+    entries = [*_entries(leaves, types), *map(_entry, carried)]
+    shards = _plan_shards(entries, max_shard_bytes)
+    tensors = itertools.chain(
+        _all_tensors(leaves, types, arrays), (tensor.bytes() for tensor in carried)
+    )
     config_folder = FilePath(config_folder)
     with new_folder(FilePath(out_dir), kind="full") as folder:
         for name, entries in shards.items():
@@ -135,8 +141,7 @@ def _merge_file(
     worst = 0.0
     tensors = base.files[file]
     with target.open("wb") as out:
-        entries = ((t.name, t.dtype, t.shape, t.stop - t.start) for t in tensors)
-        write_header(out, entries, {**base.metadata[file], "format": "pt"})
+        write_header(out, map(_entry, tensors), {**base.metadata[file], "format": "pt"})
         for tensor in tensors:
             if tensor.name in changes:
                 merged, rounding = _merge(tensor, *changes[tensor.name])
@@ -177,19 +182,25 @@ def _all_tensors(
 Entry = tuple[str, str, tuple[int, ...], int]
 
 
-def _plan_shards(
-    leaves: Sequence[Leaf], types: Sequence[np.dtype], most: int
-) -> dict[str, list[Entry]]:
-    shards: list[list[Entry]] = [[]]
-    size = 0
+def _entry(tensor: Tensor) -> Entry:
+    return tensor.name, tensor.dtype, tensor.shape, tensor.stop - tensor.start
+
+
+def _entries(leaves: Sequence[Leaf], types: Sequence[np.dtype]) -> Iterator[Entry]:
     for leaf, dtype in zip(leaves, types, strict=True):
         for name in leaf.names.ravel():
-            entry = (name, CODES[dtype], leaf.hf_shape, nbytes(leaf.hf_shape, dtype))
-            if shards[-1] and size + entry[3] > most:
-                shards.append([])
-                size = 0
-            shards[-1].append(entry)
-            size += entry[3]
+            yield name, CODES[dtype], leaf.hf_shape, nbytes(leaf.hf_shape, dtype)
+
+
+def _plan_shards(entries: Sequence[Entry], most: int) -> dict[str, list[Entry]]:
+    shards: list[list[Entry]] = [[]]
+    size = 0
+    for entry in entries:
+        if shards[-1] and size + entry[3] > most:
+            shards.append([])
+            size = 0
+        shards[-1].append(entry)
+        size += entry[3]
     if len(shards) == 1:
         return {SINGLE: shards[0]}
     count = len(shards)

@@ -35,9 +35,11 @@ def _of_error(text: str, error: yaml.YAMLError) -> str:
     assert mark is not None
     lines = text.split("\n")
     line = lines[mark.line] if mark.line < len(lines) else ""
-    if "flow" in str(getattr(error, "context", "")) and begins is not None:
-        opened = lines[begins.line][begins.column : begins.column + 1]
-        return f"the {opened} of line {begins.line + 1} is not closed, or a comma is missing"
+    context = str(getattr(error, "context", ""))
+    if ("flow" in context or "quoted" in context) and begins is not None:
+        opened = lines[begins.line][begins.column :] if begins.line < len(lines) else ""
+        what = f"the {opened[0]} of line {begins.line + 1}" if opened else "a bracket"
+        return f"{what} is not closed{', or a comma is missing' if 'flow' in context else ''}"
     if "alias" in problem or "start any token" in problem:
         return f"a text that begins with {line[mark.column : mark.column + 1]} must be in quotes"
     if wrong := _indentation(lines, mark.line):

@@ -71,7 +71,7 @@ def write_model(folder: Path, *, weights: bool = True, **changes: Any) -> Path:
 
 def random_weights(folder: Path) -> dict[str, np.ndarray]:
     """Every tensor of the model of a folder, by its name in the file."""
-    source = build.find_source(str(folder))
+    source = build.find_source(str(folder), weights=False)
     options = DecoderOptions(dtype=jnp.dtype("float32"), param_dtype=jnp.dtype("float32"))
     model = build.abstract_model(source, options)
     rng = np.random.default_rng(5)

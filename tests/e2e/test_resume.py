@@ -186,8 +186,8 @@ def test_signals_save_say_where_and_do_not_look_like_success(
     ("override", "said"),
     [
         ("train.resume=never", "train.resume=never, but"),
-        ("optim.learning_rate=0.5", "belongs to another run: optim was"),
-        ("lora.r=2", "belongs to another run: lora was"),
+        ("optim.learning_rate=0.5", "in which optim.learning_rate was 0.01, is 0.5"),
+        ("lora.r=2", "in which lora.r was 4, is 2"),
         ("data.path={other}", "the training data is not what the checkpoint"),
         ("train.max_steps=8", "holds a checkpoint of step 12, but the recipe asks for 8 steps"),
     ],

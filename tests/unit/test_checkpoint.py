@@ -136,7 +136,7 @@ def test_other_adapters_are_named(tmp_path):
         folder.restore((now, COUNT))
     message = str(caught.value)
     for words in (
-        "q.a was float32[3, 2] and is now float32[3, 4]",
+        "q.a was float32[3, 2], is float32[3, 4]",
         "k.a is in the checkpoint only",
         "v.a is not in the checkpoint",
         "output_dir",
@@ -161,8 +161,22 @@ def test_another_run_is_told_by_its_fingerprint(tmp_path):
     same = open_folder(tmp_path, fingerprint={"data": "x", "seed": 1})
     assert same.restore(small_state()).meta.fingerprint["seed"] == 1
     other = open_folder(tmp_path, fingerprint={"seed": 2, "data": "x"})
-    with pytest.raises(InputError, match="another run: seed was 1 and is now 2;"):
+    with pytest.raises(InputError, match=r"^set another output_dir.*in which seed was 1, is 2$"):
         other.restore(small_state())
+
+
+def test_another_run_is_told_in_a_few_words(tmp_path):
+    """However much has changed, and however long the values and the list of adapters are."""
+    names = [f"lora.key{i}" for i in range(9)]
+    open_folder(tmp_path, fingerprint=dict.fromkeys(names, 1)).save(1, small_state(), position={})
+    now = dict.fromkeys(names, 2) | {"lora.key0": ["q_proj"] * 50, "lora.key1": None}
+    with pytest.raises(InputError) as caught:
+        open_folder(tmp_path, fingerprint=now).restore(({"other": jnp.ones(3)}, COUNT))
+    _, changes = str(caught.value).split(" in which ")
+    assert changes.startswith('lora.key0 was 1, is ["q_proj", "q_proj"')
+    assert "…, lora.key1 was 1, is null, lora.key2 was 1, is 2, lora.key3" in changes
+    assert changes.endswith("and 5 more")
+    assert len(changes) < 200
 
 
 def largest_file(folder: Path) -> Path:

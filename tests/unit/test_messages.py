@@ -440,9 +440,11 @@ def test_a_template_file_overrides(tmp_path):
     qwen().save_pretrained(tmp_path)
     file = tmp_path / "mine.jinja"
     file.write_text(CHATML_TEMPLATE)
-    assert tokenizer.load(str(tmp_path), chat_template=str(file)).chat_template == CHATML_TEMPLATE
+    loaded = tokenizer.load(str(tmp_path))
+    tokenizer.use_template(loaded, str(file))
+    assert loaded.chat_template == CHATML_TEMPLATE
     with pytest.raises(InputError, match=r"absent\.jinja"):
-        tokenizer.load(str(tmp_path), chat_template=str(tmp_path / "absent.jinja"))
+        tokenizer.use_template(loaded, str(tmp_path / "absent.jinja"))
 
 
 def test_tokens_beyond_the_vocabulary_are_refused(tmp_path):

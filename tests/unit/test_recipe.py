@@ -345,6 +345,8 @@ def test_a_hash_in_quotes_or_in_a_word_is_no_comment(smallest: str) -> None:
         (SMALLEST + "lora: {r: 1\noptim: {}\n", "in line 6: the { of line 5 is not closed"),
         (SMALLEST + "lora: {target_modules: *q}\n", "in line 5: a text that begins with * must"),
         (SMALLEST + "lora: {target_modules: @q}\n", "in line 5: a text that begins with @ must"),
+        ("model: [", "a bracket is not closed"),
+        (SMALLEST + "lora: {target_modules: 'q}\n", "in line 6: the ' of line 5 is not closed"),
         (SMALLEST + "lora: r: 1\n", "in line 5: a text with a colon must be in quotes"),
         ("output_dir:runs\nmodel: {}\n", "in line 1: a space is missing after `output_dir:`"),
         (SMALLEST + "lora:\n  r: 1\n  r: 2\n", "in line 7: found duplicate key r"),

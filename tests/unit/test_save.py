@@ -23,7 +23,7 @@ from safetensors.numpy import load_file
 from lora_tune.errors import InputError
 from lora_tune.hf import files
 from lora_tune.hf.files import open_checkpoint
-from lora_tune.hf.load import load_params
+from lora_tune.hf.load import ignored_tensors, load_params
 from lora_tune.hf.save import save_full, save_merged
 from lora_tune.lora.config import LoraConfig
 
@@ -215,6 +215,23 @@ def test_full_export_is_the_state(tmp_path, base_tensors, dtype):
         assert config == CONFIG | {"dtype": np.dtype(dtype).name}
     sizes = [p.stat().st_size for p in (tmp_path / "many").glob("*.safetensors")]
     assert len(sizes) > 10
+
+
+@pytest.mark.parametrize("most", [5 * 10**9, 4000])
+def test_full_export_carries_what_the_model_ignores(tmp_path, base_tensors, most):
+    """Byte for byte and in its own type, NaN, integers and empty tensors alike."""
+    base = write_folder(tmp_path / "base", base_tensors, shards=3)
+    model = tiny()
+    state = load_params(model, FAMILY, base, dtype=np.float32)
+    carried = ignored_tensors(base, FAMILY)
+    save_full(
+        state, leaves_of(model), base, tmp_path / "out", carried=carried, max_shard_bytes=most
+    )
+    before, after = every_tensor(base), every_tensor(tmp_path / "out")
+    assert set(after) == set(before)
+    assert {name for name in before if after[name] == before[name]} == set(EXTRA)
+    for path in (tmp_path / "out").glob("*.safetensors"):
+        assert list(load_file(path))  # a header that safetensors itself accepts
 
 
 def test_full_export_refuses_what_is_not_finite(tmp_path, base_tensors):
