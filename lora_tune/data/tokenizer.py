@@ -10,12 +10,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def load(
-    path: str, *, chat_template: str | None = None, vocab_size: int | None = None
-) -> "PreTrainedTokenizerBase":
+def load(path: str, *, vocab_size: int | None = None) -> "PreTrainedTokenizerBase":
     """Load the tokenizer of a local model folder or of a hub id.
 
-    `chat_template` is the path of a Jinja file that replaces the model's own template.
     `vocab_size` is the number of rows of the model's embedding; ids beyond it are an error.
     Code from the model repository is never run; templates render in transformers' sandbox.
     """
@@ -40,8 +37,6 @@ def load(
             f"the tokenizer of {path!r} has no tokenizer.json: a fast tokenizer is needed, because "
             "the loss mask follows from character offsets"
         )
-    if chat_template is not None:
-        use_template(tokenizer, chat_template)
     if vocab_size is not None:
         check_vocabulary(tokenizer, vocab_size)
     return tokenizer
