@@ -13,6 +13,7 @@ from lora_tune.errors import InputError
 if TYPE_CHECKING:
     from lora_tune.api import (
         add_lora,
+        generate,
         load_adapter,
         load_model,
         save_adapter,
@@ -27,6 +28,7 @@ __all__ = [
     "InputError",
     "LoraConfig",
     "add_lora",
+    "generate",
     "load_adapter",
     "load_model",
     "save_adapter",
@@ -37,6 +39,7 @@ __all__ = [
 _HOMES = {
     "LoraConfig": "lora_tune.lora.config",
     "add_lora": "lora_tune.api",
+    "generate": "lora_tune.api",
     "load_adapter": "lora_tune.api",
     "load_model": "lora_tune.api",
     "save_adapter": "lora_tune.api",

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Python interface: models, adapters and whole runs."""
 
+import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,9 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from lora_tune import build
+from lora_tune import recipe as recipes
 from lora_tune.errors import InputError
+from lora_tune.generation.generate import generate
 from lora_tune.hf import peft, save
 from lora_tune.hf.table import bind, module_name
 from lora_tune.lora import inject
@@ -22,9 +26,11 @@ __all__ = [
     "LoraConfig",
     "Result",
     "add_lora",
+    "generate",
     "list_targets",
     "load_adapter",
     "load_model",
+    "load_run",
     "save_adapter",
     "save_merged",
     "train",
@@ -37,6 +43,7 @@ def load_model(
     dtype: str = "bfloat16",
     mesh: Mesh | None = None,
     revision: str | None = None,
+    chat_template: str | None = None,
     scan_layers: bool = True,
     param_scan_axis: int = 0,
     remat: str = "full",
@@ -49,6 +56,7 @@ def load_model(
       mesh: a mesh with the axes of `lora_tune.sharding.make_mesh`; each device then loads its own
         slices of the weights.
       revision: branch, tag or commit of a hub id.
+      chat_template: Jinja file used instead of the tokenizer's own chat template.
       scan_layers: run repeated layers under `jax.lax.scan`; False unrolls them.
       param_scan_axis: position of the stack axes in the weights of scanned layers.
       remat: "full" or "none", see `DecoderOptions`.
@@ -62,18 +70,63 @@ def load_model(
     """
     if dtype not in ("bfloat16", "float32"):
         raise InputError(f"dtype is {dtype!r}, expected 'bfloat16' or 'float32'")
-    source = build.find_source(str(path), revision=revision)
-    options = DecoderOptions(
-        dtype=jnp.dtype(dtype),
-        param_dtype=jnp.dtype(dtype),
+    section = recipes.Model(
+        path=str(path),
+        revision=revision,
+        dtype=cast(Any, dtype),
+        remat=cast(Any, remat),
         scan_layers=scan_layers,
         param_scan_axis=param_scan_axis,
-        remat=remat,
+        chat_template=chat_template,
+    )
+    return _load(recipes.Recipe(model=section), mesh)
+
+
+def _load(recipe: recipes.Recipe, mesh: Mesh | None) -> tuple[Decoder, Any]:
+    """The base model of a recipe and its tokenizer; for use rather than for training."""
+    section = recipe.model
+    random = section.init == "random"
+    source = build.find_source(section.path, revision=section.revision, weights=not random)
+    options = DecoderOptions(
+        dtype=jnp.dtype(section.dtype),
+        param_dtype=jnp.dtype(section.dtype),
+        scan_layers=section.scan_layers,
+        param_scan_axis=section.param_scan_axis,
+        remat=section.remat,
     )
     abstract = build.abstract_model(source, options)
-    model = build.load_weights(abstract, mesh=mesh)
-    vocab_size = abstract.config.vocab_size
-    return model, build.tokenizers.load(str(source.folder), vocab_size=vocab_size)
+    seed = recipe.train.seed if random else None
+    model = build.load_weights(abstract, mesh=mesh, random_seed=seed)
+    return model, build.make_tokenizer(recipe, source, abstract.config.vocab_size)
+
+
+def load_run(folder: str | Path, overrides: Sequence[str] = ()) -> tuple[Decoder, Any]:
+    """Loads what a run has made: its base model with its `adapter/`, or else its `merged/`.
+
+    Args:
+      folder: the run folder; its `recipe.yaml` says which base model, type, mesh and template.
+      overrides: `key=value` strings that replace keys of that recipe, e.g. `model.path=…` where
+        the base model has moved.
+
+    Raises:
+      InputError: this is no run folder, or the run has not written its result yet.
+    """
+    folder = Path(folder)
+    if not (folder / "recipe.yaml").is_file():
+        raise InputError(f"{folder} is no run folder: there is no recipe.yaml in it")
+    recipe = recipes.load(str(folder / "recipe.yaml"), overrides)
+    adapter, merged = folder / "adapter", folder / "merged"
+    if not adapter.is_dir() and not merged.is_dir():
+        raise InputError(
+            f"{folder} has neither adapter/ nor merged/, which a run writes at its end; give its "
+            f"command again to go on, or model.path={recipe.model.path} for the base model alone"
+        )
+    mesh = build.make_mesh(recipe.mesh)
+    if adapter.is_dir():
+        model, tokenizer = _load(recipe, mesh)
+        return load_adapter(model, adapter), tokenizer
+    section = dataclasses.replace(recipe.model, path=str(merged), revision=None, init="pretrained")
+    return _load(dataclasses.replace(recipe, model=section), mesh)
 
 
 def _become(model: Decoder, other: Decoder) -> Decoder:

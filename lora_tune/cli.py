@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `lora-tune [VERB] recipe=NAME key=value …`.
+"""The command line: `lora-tune [VERB] key=value …`.
 
 Nothing heavy is imported before it is known to be needed, so that help answers at once.
 """
@@ -18,12 +18,26 @@ Fine-tune Hugging Face models with LoRA in JAX.
 
 usage:
   lora-tune [train] recipe=NAME [key=value ...]   train as the recipe says (train is the default)
+  lora-tune generate run=DIR prompt=TEXT          answer a prompt with what a run has made
+  lora-tune generate run=DIR prompts=FILE.jsonl   answer every row; prints rows with an answer
+  lora-tune chat run=DIR                          a conversation on the terminal; Ctrl-D ends it
   lora-tune list recipes                          the shipped recipes
   lora-tune list models                           the model types that can be trained
   lora-tune list targets model.path=PATH          every module of a model that can be adapted
 
   recipe=NAME   a YAML file, or a shipped recipe from any folder (quickstart.yaml or quickstart)
   key=value     replaces a key of the recipe: lora.r=8  lora=null  'lora.target_modules=[q_proj]'
+
+generate and chat:
+  run=DIR             a run folder: its base model with adapter/, or else merged/
+  model.path=PATH     the base model alone, or with run= its new place; also model.dtype,
+                      model.revision, model.chat_template, mesh.fsdp, ...
+  prompt=TEXT         put into the chat template as a user's message; raw=true takes it as it is
+  prompts=FILE.jsonl  rows with messages (and tools), prompt (as above) or text (as it is);
+                      the model does not see an answer that ends the messages
+  system=TEXT         the system message of a chat
+  max_new_tokens=256  temperature=0 (greedy)  top_k=0  top_p=1  min_p=0  repetition_penalty=1
+  seed=0  stop_ids=[2]  batch_size=8 (rows at a time)  cache_size=4096 (longest conversation)
 
 options:
   -h, --help    this text
@@ -33,8 +47,9 @@ examples:
   lora-tune recipe=quickstart.yaml
   lora-tune recipe=quickstart.yaml lora.r=4 optim.learning_rate=1e-3 output_dir=runs/rank4
   lora-tune recipe=qwen3next_sft.yaml data.path=chats.jsonl train.num_train_epochs=2
+  lora-tune generate run=runs/quickstart prompt='Translate into Tali: the stones see the star'
 
-The same command again goes on from its last checkpoint.
+The same training command again goes on from its last checkpoint.
 exit status: 0 done, 1 training went wrong and was stopped, 2 bad input,
              130 or 143 stopped by Ctrl-C or SIGTERM after saving
 """
@@ -123,6 +138,20 @@ def _train(arguments: Sequence[str]) -> int:
     return 0 if result.interrupted is None else 128 + signal.Signals[result.interrupted]
 
 
+def _generate(arguments: Sequence[str]) -> None:
+    settings = _settings(arguments)
+    from lora_tune.commands import generate
+
+    generate(settings)
+
+
+def _chat(arguments: Sequence[str]) -> None:
+    settings = _settings(arguments)
+    from lora_tune.commands import chat
+
+    chat(settings)
+
+
 def _list(arguments: Sequence[str]) -> None:
     if not arguments or arguments[0] not in _LISTS:
         raise InputError(f"list takes one of {', '.join(_LISTS)}; see lora-tune --help")
@@ -166,7 +195,12 @@ def _list_targets(arguments: Sequence[str]) -> None:
         print(f"{name:{widths[0]}}  {shape:>{widths[1]}}  {count:>{widths[2]}}")
 
 
-_VERBS: Mapping[str, Callable[[Sequence[str]], int | None]] = {"train": _train, "list": _list}
+_VERBS: Mapping[str, Callable[[Sequence[str]], int | None]] = {
+    "train": _train,
+    "generate": _generate,
+    "chat": _chat,
+    "list": _list,
+}
 _LISTS: Mapping[str, Callable[[Sequence[str]], None]] = {
     "recipes": _list_recipes,
     "models": _list_models,

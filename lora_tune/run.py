@@ -2,6 +2,7 @@
 """A whole run: recipe in; run folder, adapter and numbers out."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from lora_tune import build, generate
+from lora_tune import build
 from lora_tune import recipe as recipes
 from lora_tune.checkpoint import Checkpoints, Restored
 from lora_tune.data import messages
 from lora_tune.errors import InputError
+from lora_tune.generation import engine
+from lora_tune.generation.prompts import stop_ids_of
+from lora_tune.generation.sampling import Sampling
+from lora_tune.generation.text import decode as decode_text
 from lora_tune.hf import peft, save
 from lora_tune.hf.folder import check_replaceable, check_writable, replace_file
 from lora_tune.hf.load import ignored_tensors
@@ -29,7 +34,8 @@ from lora_tune.training.report import Terminal
 from lora_tune.training.state import Weights, split_model, unflatten
 from lora_tune.training.step import make_step
 
-MAX_ANSWER_TOKENS = 64
+SHORT_PROMPT = 128
+"""Up to so many tokens, reading sample prompts one by one takes less time than compiling for it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,11 +132,8 @@ class _Run:
         if restored is not None:
             trainable, opt_state, start = restored.trainable, restored.opt_state, restored.meta.step
         self._describe()
-        answer = self._answerer()
         with self._metrics(restored) as metrics:
             self._introduce(metrics, start)
-            if start == 0:
-                _show(metrics, "before", answer(trainable))
             outcome = loop.run(
                 state=(trainable, opt_state, split.frozen),
                 step_fn=self._step(optimizer, opt_shardings),
@@ -146,11 +149,12 @@ class _Run:
                 counts=None if restored is None else restored.meta.counts,
                 eval_fn=self._evaluation(),
                 eval_every=recipe.eval.every,
+                sample_fn=self._sampler(),
+                sample_every=recipe.eval.samples_every,
                 adapter_norms=None if recipe.lora is None else self._adapter_norms,
             )
             adapter = merged = None
             if outcome.interrupted is None:
-                _show(metrics, "after", answer(outcome.state[0]))
                 adapter, merged = self._export(outcome.state[0], metrics)
             return Result(
                 self.run_dir, outcome.step, metrics.rows(), adapter, merged, outcome.interrupted
@@ -244,37 +248,35 @@ class _Run:
         pieces = messages.preview(self.data.first, self.tokenizer)
         return " ".join("".join(f"«{t}»" if trained else t for t, trained in pieces).split())[:600]
 
-    def _answerer(self) -> Callable[[Weights], list[tuple[str, str, str]]]:
-        """`trainable -> [(prompt, answer, expected)]` for the first held-out examples."""
-        held_out, count = self.data.held_out, self.recipe.eval.num_samples
-        if held_out is None or count == 0:
-            return lambda _: []
-        split, tokenizer = self.split, self.tokenizer
-        pairs = [_question(held_out[i]) for i in range(min(count, len(held_out)))]
-        frozen = split.frozen
+    def _sampler(self) -> loop.SampleFn | None:
+        """Answers the first held-out prompts: each with its answer and what was expected."""
+        held_out, section = self.data.held_out, self.recipe.eval
+        if held_out is None or section.num_samples == 0:
+            return None
+        decode = functools.partial(decode_text, self.tokenizer)
+        pairs = [_question(held_out[i]) for i in range(min(section.num_samples, len(held_out)))]
+        prompts = [prompt for prompt, _ in pairs]
+        short = max(map(len, prompts)) <= SHORT_PROMPT
+        options = {
+            "max_new_tokens": section.max_new_tokens,
+            "stop_ids": stop_ids_of(self.origin.folder, self.tokenizer, chat=True),
+            "sampling": Sampling(),
+            "lengths": engine.ONE_BY_ONE if short else engine.LENGTHS,
+        }
 
-        @jax.jit
-        def run(trainable: Weights, frozen: Weights, tokens: Any, lengths: Any) -> jax.Array:
-            merged = dataclasses.replace(split, frozen=frozen).merge(trainable)
-            return generate.next_token(merged, tokens, lengths)
-
-        def answer(trainable: Weights) -> list[tuple[str, str, str]]:
-            found = generate.greedy(
-                lambda tokens, lengths: run(trainable, frozen, tokens, lengths),
-                [prompt for prompt, _ in pairs],
-                max_new_tokens=MAX_ANSWER_TOKENS,
-                stop_ids=_stop_ids(tokenizer),
-            )
+        def sample(trainable: Weights, frozen: Weights) -> list[dict[str, str]]:
+            weights = {**frozen, **trainable}
+            answers = engine.complete(self.split.graphdef, weights, prompts, **options)
             return [
-                (
-                    tokenizer.decode(prompt, skip_special_tokens=True).strip(),
-                    tokenizer.decode(tokens, skip_special_tokens=True).strip(),
-                    tokenizer.decode(expected, skip_special_tokens=True).strip(),
-                )
-                for (prompt, expected), tokens in zip(pairs, found, strict=True)
+                {
+                    "prompt": decode(prompt).strip(),
+                    "answer": decode(answer).strip(),
+                    "expected": decode(expected).strip(),
+                }
+                for (prompt, expected), answer in zip(pairs, answers, strict=True)
             ]
 
-        return answer
+        return sample
 
     def _export(self, trainable: Weights, metrics: MetricsLog) -> tuple[Path | None, Path | None]:
         recipe, adapter, merged = self.recipe, None, None
@@ -326,16 +328,6 @@ def _question(example: Any) -> tuple[list[int], list[int]]:
     after = np.flatnonzero(~example.mask[first:])
     last = len(example.mask) if not after.size else first + int(after[0])
     return example.tokens[: max(first, 1)].tolist(), example.tokens[first:last].tolist()
-
-
-def _stop_ids(tokenizer: Any) -> list[int]:
-    return [i for i in (tokenizer.eos_token_id, tokenizer.pad_token_id) if i is not None]
-
-
-def _show(metrics: MetricsLog, when: str, answers: Sequence[tuple[str, str, str]]) -> None:
-    for prompt, answer, expected in answers:
-        question = " ".join(prompt.split())
-        metrics.note(f"{when} training | {question} | answer: {answer!r} | expected: {expected!r}")
 
 
 def _write_table(table: Sequence[AdapterRow], path: Path) -> None:

@@ -28,6 +28,7 @@ _LIMITS: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
             "save.keep",
             "log.every",
             "eval.batch_size",
+            "eval.max_new_tokens",
         ),
     ),
     ("at least 2", lambda value: value >= 2, ("data.max_length",)),
@@ -41,6 +42,7 @@ _LIMITS: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
             "save.every",
             "eval.every",
             "eval.num_samples",
+            "eval.samples_every",
         ),
     ),
     (
@@ -163,5 +165,7 @@ def _reports(recipe: Recipe) -> Iterator[str]:
         for key in ("every", "batch_size", "num_samples"):
             if getattr(recipe.eval, key):
                 yield f"eval.{key} needs held-out rows; set data.eval_path"
+    if recipe.eval.samples_every and not recipe.eval.num_samples:
+        yield "eval.samples_every has no effect with eval.num_samples: 0; set eval.num_samples"
     if recipe.log.report_to == "none" and recipe.log.wandb_mode == "online":
         yield "log.wandb_mode has no effect without log.report_to: wandb"

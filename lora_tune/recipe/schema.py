@@ -201,7 +201,11 @@ class Eval:
     batch_size: int | None = None
     """Sequences an evaluation batch; null takes that of one accumulation step."""
     num_samples: int = 0
-    """Held-out prompts answered before and after training, and printed."""
+    """Held-out prompts answered before and after training, greedily; printed and logged."""
+    samples_every: int = 0
+    """Steps between answers to them in between; 0 means none."""
+    max_new_tokens: int = 64
+    """Length limit of these answers in tokens."""
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,13 @@
 """The training loop: next batch, step, tripwires, log, evaluation, checkpoint, in this order.
 
 The first and the last step are logged, and every `log_every`-th. An evaluation is made before the
-first step of a new run, after every `eval_every` steps (0: never between) and at the end. A
-checkpoint is written when due, at the end, and after the step in progress on SIGINT or SIGTERM.
+first step of a new run, after every `eval_every` steps (0: never between) and at the end, and so
+are sample answers, after every `sample_every`. A checkpoint is written when due, at the end, and
+after the step in progress on SIGINT or SIGTERM.
 
-Evaluations and checkpoints wait for the device; otherwise the numbers of a step are fetched,
-checked and logged while the next one runs. No state is saved before its step, and all before it,
-passed the tripwires and stand in the log.
+Evaluations, samples and checkpoints wait for the device; otherwise the numbers of a step are
+fetched, checked and logged while the next one runs. No state is saved before its step, and all
+before it, passed the tripwires and stand in the log.
 """
 
 import os
@@ -15,7 +16,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ from lora_tune.training.metrics import MetricsLog
 Batch = Mapping[str, Any]
 State = tuple[Any, Any, Any]
 EvalFn = Callable[[Any, Any], Mapping[str, float]]
+SampleFn = Callable[[Any, Any], Sequence[Mapping[str, str]]]
 
 
 class Data(Protocol):
@@ -101,6 +103,8 @@ def run(
     counts: Mapping[str, int] | None = None,
     eval_fn: EvalFn | None = None,
     eval_every: int = 0,
+    sample_fn: SampleFn | None = None,
+    sample_every: int = 0,
     adapter_norms: Callable[[Any], Mapping[str, float]] | None = None,
 ) -> Outcome:
     """Trains from `start_step` to `total_steps`; the module docstring says what happens when.
@@ -114,6 +118,7 @@ def run(
       seed: step n gets the key `fold_in(key(seed), n)`.
       counts: `Outcome.counts` of the checkpoint that the run goes on from.
       eval_fn: `(trainable, frozen) -> {"eval_loss": …, …}` over the whole held-out set.
+      sample_fn: `(trainable, frozen) -> [{"prompt": …, "answer": …, …}]`, answers to look at.
       adapter_norms: `trainable -> {name: norm of B}`, for the tripwires; None without adapters.
 
     Raises:
@@ -123,10 +128,11 @@ def run(
     trainable, opt_state, frozen = state
     tripwires.check_trainable(sum(leaf.size for leaf in jax.tree.leaves(trainable)))
     log = _Log(metrics, schedule, total_steps, log_every, counts or {})
-    evaluate = _evaluator(eval_fn, log)
+    evaluate, sample = _evaluator(eval_fn, log), _sampler(sample_fn, log)
     step, saved, stopped = start_step, None, None
     if start_step == 0:
         evaluate(0, trainable, frozen)
+        sample(0, trainable, frozen)
 
     with _signals() as stop:
         for step, batch in _numbered(data, start_step, total_steps):
@@ -138,12 +144,15 @@ def run(
 
             last, stopped = step == total_steps, stop.name
             evaluating = last or _every(eval_every, step)
+            sampling = last or _every(sample_every, step)
             saving = last or stopped is not None or checkpoints.due(step)
             log.add(step, out)
-            log.settle(all_steps=evaluating or saving or step == start_step + 1)
+            log.settle(all_steps=evaluating or sampling or saving or step == start_step + 1)
             if adapter_norms and (saving or step == tripwires.ADAPTERS_MOVE_BY_STEP):
                 tripwires.check_adapters(step, adapter_norms(trainable))
             eval_loss = evaluate(step, trainable, frozen) if evaluating else None
+            if sampling:
+                sample(step, trainable, frozen)
             if saving:
                 now, at = (trainable, opt_state), data.position(step)
                 with log.paused():
@@ -243,6 +252,17 @@ def _evaluator(eval_fn: EvalFn | None, log: _Log) -> Callable[[int, Any, Any], f
         return found["eval_loss"]
 
     return evaluate
+
+
+def _sampler(sample_fn: SampleFn | None, log: _Log) -> Callable[[int, Any, Any], None]:
+    def sample(step: int, trainable: Any, frozen: Any) -> None:
+        if sample_fn is None:
+            return
+        with log.paused():
+            found = [dict(answer) for answer in sample_fn(trainable, frozen)]
+        log.metrics.write({"step": step, "samples": found})
+
+    return sample
 
 
 def _numbered(data: Data, start_step: int, total_steps: int) -> Iterator[tuple[int, Batch]]:

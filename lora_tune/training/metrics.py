@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the numbers of a run go: `metrics.jsonl` first, then the terminal and wandb.
 
-One JSON object a line. Lines of a training step carry `loss`, lines of an evaluation `eval_loss`;
-`step` in either is the number of finished optimizer steps.
+One JSON object a line. Lines of a training step carry `loss`, lines of an evaluation `eval_loss`,
+lines of sample answers `samples`; `step` in each is the number of finished optimizer steps.
 """
 
 import contextlib
@@ -119,6 +119,7 @@ class Wandb:
         import wandb
 
         folder = Path(run_dir).absolute()
+        self._table = wandb.Table
         self._run = wandb.init(
             project=project,
             name=folder.name,
@@ -135,6 +136,10 @@ class Wandb:
     def write(self, row: Row) -> None:
         """Logs one row under its step; two rows of one step are joined by wandb."""
         values = {key: value for key, value in row.items() if key != "step"}
+        if samples := values.get("samples"):
+            values["samples"] = self._table(
+                columns=list(samples[0]), data=[list(sample.values()) for sample in samples]
+            )
         self._run.log(values, step=row["step"])
 
     def note(self, sentence: str) -> None:

@@ -39,8 +39,11 @@ class Terminal:
             self._bar.start()
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Shows the row of a training step or of an evaluation."""
-        if "eval_loss" in row:
+        """Shows the row of a training step, of an evaluation or of sample answers."""
+        if "samples" in row:
+            for line in describe_samples(row, total_steps=self._total):
+                self.note(line)
+        elif "eval_loss" in row:
             self.note(describe(row, total_steps=self._total))
         elif self._bar is None:
             self._print(describe(row, total_steps=self._total))
@@ -81,6 +84,19 @@ def describe(row: Mapping[str, Any], *, total_steps: int) -> str:
     if "compile_seconds" in row:
         words.append(f"(compiled in {row['compile_seconds']:.1f} s)")
     return "  ".join(words)
+
+
+def describe_samples(row: Mapping[str, Any], *, total_steps: int) -> list[str]:
+    """A line for each sample answer, e.g. `before training | prompt | answer: … | …`."""
+    step = row["step"]
+    when = {0: "before training", total_steps: "after training"}.get(step, f"after step {step}")
+    return [
+        " | ".join(
+            [when, " ".join(sample["prompt"].split())]
+            + [f"{name}: {text!r}" for name, text in sample.items() if name != "prompt"]
+        )
+        for sample in row["samples"]
+    ]
 
 
 def clock(seconds: float) -> str:

@@ -14,19 +14,21 @@ PACKAGE = Path(__file__).parents[2] / "lora_tune"
 
 # Higher numbers stand on lower ones. The longest matching name counts.
 LEVELS = {
-    "lora_tune.cli": 10,
+    "lora_tune.cli": 11,
+    "lora_tune.commands": 10,
     "lora_tune.api": 9,
     "lora_tune.run": 8,
     "lora_tune.build": 7,
     "lora_tune.recipe": 6,
+    "lora_tune.generation": 5.5,
     "lora_tune.training": 5,
-    "lora_tune.generate": 5,
     "lora_tune.checkpoint": 5,
     "lora_tune.hf": 4,
     "lora_tune.data": 4,
     "lora_tune.models": 3,
     "lora_tune.lora": 3,
     "lora_tune.layers": 2,
+    "lora_tune.cache": 1.5,
     "lora_tune.scan": 1,
     "lora_tune.sharding": 1,
     "lora_tune.hf.table": 1,

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`generate`: prompts in any form in, answers out, all at once or as they come."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from lora_tune.errors import InputError
+from lora_tune.generation import engine
+from lora_tune.generation.prompts import Prompt, encode, is_chat, is_ids, split, stop_ids_of
+from lora_tune.generation.sampling import Sampling, check_count, make_sampling
+from lora_tune.generation.text import TextStream, decode
+from lora_tune.hf.files import read_json
+from lora_tune.models.decoder import Decoder
+from lora_tune.training.state import split_model
+
+Stream = Callable[[int, Any], None]
+Answer = str | list[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The settings of `generate`, which describes them; checked when made."""
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    stop_ids: Sequence[int] | None = None
+    batch_size: int = 8
+    cache_size: int | None = None
+
+    def __post_init__(self) -> None:
+        self.sampling()
+        check_count("max_new_tokens", self.max_new_tokens, least=1)
+        check_count("seed", self.seed, least=0)
+        check_count("batch_size", self.batch_size, least=1)
+        if self.cache_size is not None:
+            check_count("cache_size", self.cache_size, least=2)
+        for i in self.stop_ids or ():
+            check_count("an id in stop_ids", i, least=0)
+
+    def sampling(self) -> Sampling:
+        """How tokens are chosen."""
+        names = (field.name for field in dataclasses.fields(Sampling))
+        return make_sampling(**{name: getattr(self, name) for name in names})
+
+
+def generate(
+    model: Decoder,
+    tokenizer: Any,
+    prompts: Any,
+    *,
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    seed: int = 0,
+    stop_ids: Sequence[int] | None = None,
+    batch_size: int = 8,
+    cache_size: int | None = None,
+    stream: Stream | None = None,
+) -> Any:
+    """Lets a model answer prompts.
+
+    The settings have the names and the meaning that they have in transformers. Sampling settings
+    in the model's `generation_config.json`, such as a temperature, are not taken over: what is not
+    given here is as the defaults say, and they say greedy decoding.
+
+    Args:
+      model: with or without adapters.
+      tokenizer: of the model; may be None if all prompts are token ids.
+      prompts: one prompt or a list of them. A prompt is a text, which the model goes on from as it
+        stands; a list of messages, which the chat template renders, or `{"messages": …, "tools":
+        …}`; or a list of token ids.
+      max_new_tokens: length limit of an answer.
+      temperature: 0 takes the most likely token; above 0, tokens are drawn.
+      top_k: draw from the k most likely tokens; 0 is off.
+      top_p: draw from the fewest tokens whose probabilities reach p together; 1 is off.
+      min_p: draw from tokens at least so many times as likely as the most likely one; 0 is off.
+      repetition_penalty: above 1, tokens of the prompt and the answer so far become less likely.
+      seed: decides the draws, together with a prompt's place in the list.
+      stop_ids: ids that end an answer, which does not hold them. None takes `eos_token_id` of the
+        model's `generation_config.json` (or else of its `config.json`, or the tokenizer's), and
+        for messages also the token that ends a turn in the chat template.
+      batch_size: prompts answered at a time.
+      cache_size: tokens of a prompt and its answer to make room for. Every size is compiled on
+        its own; None takes a power of two.
+      stream: called as `stream(i, piece)` with the answer to prompt i as it comes: pieces of text,
+        never a part of a character, or single ids for a prompt of token ids.
+
+    Returns:
+      The answers without the prompts: texts, or lists of token ids for prompts of token ids. One
+      for one prompt, a list for a list.
+
+    Raises:
+      InputError: a prompt or a setting that cannot be.
+    """
+    settings = Settings(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        stop_ids=stop_ids,
+        batch_size=batch_size,
+        cache_size=cache_size,
+    )
+    listed, single = split(prompts)
+    found = list(answers(model, tokenizer, listed, settings, stream=stream))
+    return found[0] if single else found
+
+
+def answers(
+    model: Decoder,
+    tokenizer: Any,
+    given: Sequence[Prompt],
+    settings: Settings,
+    *,
+    stream: Stream | None = None,
+    names: Sequence[str] | None = None,
+) -> Iterator[Answer]:
+    """Yields the answers in order, those of a batch as soon as it is done; see `generate`.
+
+    `names` are the prompts' in errors.
+    """
+    count = len(given)
+    if names is None:
+        names = ["the prompt"] if count == 1 else [f"prompt {i}" for i in range(count)]
+    vocab_size = model.config.vocab_size
+    encoded = [
+        encode(prompt, tokenizer, vocab_size=vocab_size, where=name)
+        for prompt, name in zip(given, names, strict=True)
+    ]
+    folder = None if model.origin is None else model.origin.folder
+    cache_size = _cache_size(encoded, names, settings, folder)
+    stop_ids = settings.stop_ids
+    if stop_ids is None:
+        chat = any(map(is_chat, given))
+        stop_ids = stop_ids_of(folder, tokenizer, chat=chat)
+    split = split_model(model)
+    weights = {**split.frozen, **split.trainable}
+    batch = min(settings.batch_size, count)
+    for first in range(0, count, batch):
+        rows = range(first, min(first + batch, count))
+        collected = [_Collected(given[i], i, tokenizer, stream) for i in rows]
+        for found in engine.steps(
+            split.graphdef,
+            weights,
+            [encoded[i] for i in rows],
+            max_new_tokens=settings.max_new_tokens,
+            stop_ids=stop_ids,
+            sampling=settings.sampling(),
+            seed=settings.seed,
+            rows=rows,
+            batch=batch,
+            cache_size=cache_size,
+        ):
+            for answer, token in zip(collected, found.tolist(), strict=True):
+                if token >= 0:
+                    answer.add(token)
+        yield from (answer.finish() for answer in collected)
+
+
+class _Collected:
+    """The answer to one prompt, passed on to `stream` as it grows."""
+
+    def __init__(self, prompt: Any, number: int, tokenizer: Any, stream: Stream | None):
+        self._ids: list[int] = []
+        self._tokenizer = None if is_ids(prompt) else tokenizer
+        self._text = None if self._tokenizer is None else TextStream(tokenizer)
+        self._send = None if stream is None else lambda piece: stream(number, piece)
+
+    def add(self, token: int) -> None:
+        self._ids.append(token)
+        if self._send is not None:
+            piece = token if self._text is None else self._text.add(token)
+            if piece != "":
+                self._send(piece)
+
+    def finish(self) -> Answer:
+        if self._tokenizer is None:
+            return self._ids
+        if self._send is not None and self._text is not None and (piece := self._text.finish()):
+            self._send(piece)
+        return decode(self._tokenizer, self._ids)
+
+
+def _cache_size(
+    encoded: Sequence[Sequence[int]],
+    names: Sequence[str],
+    settings: Settings,
+    folder: Path | None,
+) -> int:
+    """Slots of the cache, one size for all batches; checks that every prompt fits."""
+    length, name = max((len(ids), name) for ids, name in zip(encoded, names, strict=True))
+    new = settings.max_new_tokens
+    limits = {"cache_size": settings.cache_size}
+    if folder is not None:
+        found = read_json(folder / "config.json").get("max_position_embeddings")
+        limits["max_position_embeddings of the model"] = found if isinstance(found, int) else None
+    for limit, size in limits.items():
+        if size is not None and length + new > size:
+            more = ", or raise it" if limit == "cache_size" else ""
+            raise InputError(
+                f"{name} has {length} tokens, which with max_new_tokens={new} is more than the "
+                f"{limit}, {size}; shorten the prompt or lower max_new_tokens{more}"
+            )
+    return settings.cache_size or engine.cache_slots(length, new)
