@@ -102,6 +102,9 @@ _DEFAULTS: Mapping[str, Any] = {
 }
 """What transformers assumes for a field that `config.json` leaves out."""
 
+_MOST: Mapping[str, int] = {"num_hidden_layers": 500, "num_experts": 4096}
+"""Far above any model there is; planning for what a slip of the pen asks for would take hours."""
+
 _ONLY: Mapping[str, Sequence[Any]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False,),
@@ -148,6 +151,8 @@ def _value_problems(values: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name} is {value!r}, expected {type(default).__name__}"
         elif type(default) is int and value < least:
             yield f"{name} is {value}, expected at least {least}"
+        elif value > _MOST.get(name, value):
+            yield f"{name} is {value}, expected at most {_MOST[name]}"
 
 
 def _shape_problems(hf: Mapping[str, Any]) -> Iterator[str]:
@@ -194,6 +199,7 @@ def _layer_types(hf: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
 
 
 def _check_sizes(c: Qwen3NextConfig) -> None:
+    rotary_dim = int(c.head_dim * c.partial_rotary_factor)
     rules = [
         (
             len(c.layer_types) == c.num_hidden_layers,
@@ -207,6 +213,11 @@ def _check_sizes(c: Qwen3NextConfig) -> None:
         (
             c.num_attention_heads % c.num_key_value_heads == 0,
             "num_attention_heads must be a multiple of num_key_value_heads",
+        ),
+        (
+            rotary_dim > 0 and rotary_dim % 2 == 0,
+            f"head_dim ({c.head_dim}) times partial_rotary_factor ({c.partial_rotary_factor}) is "
+            f"{rotary_dim}, expected an even number above 0",
         ),
         (
             c.linear_num_value_heads % c.linear_num_key_heads == 0,

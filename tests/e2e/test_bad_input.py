@@ -237,6 +237,11 @@ def test_bad_recipe(
         ({"layer_types": ["linear_attention"]}, ["layer_types lists 1 layers"]),
         ({"layer_types": [1] * 6}, ["layer_types"]),
         ({"layer_types": 7}, ["layer_types"]),
+        ({"num_hidden_layers": 5_000_000}, ["num_hidden_layers is 5000000, expected at most"]),
+        ({"num_experts": 5_000_000}, ["num_experts is 5000000, expected at most"]),
+        ({"partial_rotary_factor": 0.4}, ["head_dim (8) times partial_rotary_factor (0.4) is 3"]),
+        ({"partial_rotary_factor": 0.01}, ["is 0, expected an even number above 0"]),
+        ({"max_position_embeddings": 40}, ["data.max_length (48)", "max_position_embeddings (40)"]),
         ({"vocab_size": 40}, ["beyond the model's vocabulary of 40"]),
     ],
 )
