@@ -89,8 +89,8 @@ class Slots:
     Attributes:
       segment_ids: int32 `[B, S]` of the slots, those of this call's tokens included.
       index: int32 scalar, the slot of this call's first token.
-      continues: bool `[B]`, whether the first real token goes on with the document that the row
-        ended with; where it does not, recurrent layers forget.
+      continues: bool `[B]`, false where the first real token starts another document than the row
+        ended with: recurrent layers then forget.
     """
 
     segment_ids: jax.Array
@@ -168,7 +168,8 @@ def _fill_slots(cache: Cache, segment_ids: jax.Array) -> tuple[Slots, jax.Array]
     first = jnp.take_along_axis(segment_ids, jnp.argmax(real, axis=1)[:, None], axis=1)[:, 0]
     ids = jax.lax.dynamic_update_slice(before, segment_ids.astype(jnp.int32), (0, cache.index))
     seen = jnp.sum((before == last[:, None]) & (last != 0)[:, None], axis=1, dtype=jnp.int32)
-    continues = (last == first) & (last != 0)
+    # A call of padding alone (first is 0) leaves a row as it stands.
+    continues = (last != 0) & ((first == last) | (first == 0))
     _, run = running_segments(segment_ids)
     ahead = jnp.where((run == 0) & continues[:, None], seen[:, None], 0)
     return Slots(ids, cache.index, continues), segment_positions(segment_ids) + ahead

@@ -157,9 +157,14 @@ def _value_problems(values: Mapping[str, Any]) -> Iterator[str]:
 
 def _shape_problems(hf: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with the fields that say which layer is what, and with rope."""
-    interval = hf.get("full_attention_interval", 4)
+    interval, offset = _cycle(hf)
     if not _has_type_of(interval, 1) or interval < 1:
         yield f"full_attention_interval is {interval!r}, expected a number of layers"
+    elif not _has_type_of(offset, 1) or not -interval <= offset < interval:
+        yield (
+            f"full_attention_layer_offset is {offset!r}, expected a place in a cycle of {interval} "
+            f"layers, {-interval} to {interval - 1}"
+        )
     for name, kind in (("layer_types", str), ("mlp_only_layers", int)):
         value = hf.get(name)
         is_list = isinstance(value, Sequence) and not isinstance(value, str)
@@ -194,8 +199,18 @@ def _has_type_of(value: Any, example: Any) -> bool:
 def _layer_types(hf: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
     if hf.get("layer_types") is not None:
         return tuple(hf["layer_types"])
-    interval = hf.get("full_attention_interval", 4)
-    return tuple(LINEAR if (i + 1) % interval else FULL for i in range(num_layers))
+    interval, offset = _cycle(hf)
+    full = offset % interval
+    return tuple(FULL if i % interval == full else LINEAR for i in range(num_layers))
+
+
+def _cycle(hf: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Layers in a cycle, and which of them has full attention (our own field; default the last).
+
+    They say what `layer_types` says where that is missing, which exports write out: transformers
+    knows no offset.
+    """
+    return hf.get("full_attention_interval", 4), hf.get("full_attention_layer_offset", -1)
 
 
 def _check_sizes(c: Qwen3NextConfig) -> None:
