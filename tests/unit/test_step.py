@@ -219,15 +219,18 @@ def test_gradient_is_that_of_the_loss():
     np.testing.assert_allclose((losses[0] - losses[1]) / 6e-4, norm, rtol=1e-2)
 
 
-def test_no_scan_gives_back_a_base_weight():
-    """Neither per layer nor stacked: a scan that returned its weights would copy the base."""
-    jaxpr = traced().jaxpr
-    shapes = [
+def scan_outputs(jaxpr):
+    return [
         var.aval.shape
         for eqn, _ in cases.equations(jaxpr.jaxpr)
         if eqn.primitive.name == "scan"
         for var in eqn.outvars
     ]
+
+
+def test_no_scan_gives_back_a_base_weight():
+    """Neither per layer nor stacked: a scan that returned its weights would copy the base."""
+    shapes = scan_outputs(traced().jaxpr)
     adapters = {array.shape for array in setup().trainable.values()}
     activations = {(2, 2, ROWS, LENGTH, 16), (2, 1, ROWS, LENGTH, 16)}
     assert adapters & set(shapes)  # the walk sees the gradients of adapters leave scans
@@ -236,6 +239,22 @@ def test_no_scan_gives_back_a_base_weight():
     inner = {shape[1:] for shape in frozen} | {shape[2:] for shape in frozen}
     large = {s for s in frozen | inner if np.prod(s) >= 200} - adapters
     assert not large & set(shapes)
+
+
+def test_no_scan_gives_back_matrices_of_experts_where_activations_are_kept():
+    """Nor blocks of them: the backward pass of the grouped matmul takes them from the base."""
+    width = 11  # of the experts, and of nothing else in the model
+    options = DecoderOptions(remat="none")
+    split = split_model(cases.make(options, moe_intermediate_size=width))
+    step = make_step(split, setup().optimizer)
+    state = setup().optimizer.init(split.trainable)
+    batch = cases.parts(cases.stack_rows([cases.row(DOCS, LENGTH)], ROWS), 1)
+    jaxpr = jax.make_jaxpr(step)(split.trainable, state, split.frozen, batch, jax.random.key(0))
+    shapes = set(scan_outputs(jaxpr)) - {array.shape for array in split.trainable.values()}
+    matrices = {s[-2:] for s in (a.shape for a in split.frozen.values()) if width in s}
+    assert matrices == {(16, width), (width, 16)}
+    assert any(width in shape for shape in shapes)  # activations of experts are kept
+    assert not {shape for shape in shapes if shape[-2:] in matrices}
 
 
 def test_frozen_weights_are_inputs_only():
