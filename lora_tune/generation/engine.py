@@ -165,7 +165,7 @@ def steps(
     numbers = np.zeros(batch, np.int32)
     numbers[: len(prompts)] = range(len(prompts)) if rows is None else rows
     program = program_of(graphdef, _everywhere(weights))
-    draw = sampling, jax.random.key(seed), numbers, np.array(stop_ids, np.int32)
+    draw = sampling, jax.random.key(seed), numbers, _padded(stop_ids)
 
     state = program.create(weights, batch, cache_size, sampling.repetition_penalty is not None)
     for at in range(0, length, lengths[-1]):
@@ -193,6 +193,13 @@ def _left_padded(
         tokens[row, length - len(prompt) :] = prompt
         segment_ids[row, length - len(prompt) :] = 1
     return tokens, segment_ids
+
+
+def _padded(stop_ids: Sequence[int]) -> np.ndarray:
+    """The ids filled up with -1 to a multiple of eight, so that few lengths are compiled."""
+    padded = np.full(max(-(-len(stop_ids) // 8), 1) * 8, -1, np.int32)
+    padded[: len(stop_ids)] = stop_ids
+    return padded
 
 
 def complete(graphdef: Any, weights: Weights, prompts: Sequence[Sequence[int]], **options: Any):
