@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from small_run import losses_of, rows_of, tree_of, write_chats, write_model, write_recipe
 
 import lora_tune
@@ -32,12 +32,17 @@ from lora_tune.sharding import make_mesh
 from lora_tune.training.state import split_model
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
+IGNORED = "mtp.norm.weight"
 LORA = LoraConfig(r=3, lora_alpha=6, target_modules=r".*\.(q_proj|in_proj_qkvz|up_proj)")
 
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("api") / "model")
+    """With a tensor that the model ignores and every export has to carry."""
+    folder = write_model(tmp_path_factory.mktemp("api") / "model")
+    tensors = load_file(folder / "model.safetensors") | {IGNORED: np.arange(3, dtype=np.float16)}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -297,6 +302,7 @@ def test_lora_null_trains_and_writes_every_parameter(
         load_file(f / "model.safetensors") for f in (model_folder, tmp_path / "merged")
     )
     assert set(before) == set(after)
+    assert before.pop(IGNORED).tobytes() == after[IGNORED].tobytes()
     same = [name for name in before if np.array_equal(before[name], after[name])]
     # An expert that no token was sent to stays as it was.
     assert all(".mlp.experts." in name for name in same)
