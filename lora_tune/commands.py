@@ -60,7 +60,7 @@ def generate(pairs: Pairs) -> None:
     templated = not raw and has_chat_template(tokenizer)
     if prompt is not None:
         asked = _asked(prompt, templated)
-        list(answers(model, tokenizer, [asked], settings, stream=_show))
+        list(answers(model, tokenizer, [asked], settings, stream=_show, once=True))
         print()
         return
     prompts = [_row_prompt(where, row, templated) for where, row in rows]

@@ -34,9 +34,6 @@ from lora_tune.training.report import Terminal
 from lora_tune.training.state import Weights, split_model, unflatten
 from lora_tune.training.step import make_step
 
-SHORT_PROMPT = 128
-"""Up to so many tokens, reading sample prompts one by one takes less time than compiling for it."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Result:
@@ -256,12 +253,11 @@ class _Run:
         decode = functools.partial(decode_text, self.tokenizer)
         pairs = [_question(held_out[i]) for i in range(min(section.num_samples, len(held_out)))]
         prompts = [prompt for prompt, _ in pairs]
-        short = max(map(len, prompts)) <= SHORT_PROMPT
         options = {
             "max_new_tokens": section.max_new_tokens,
             "stop_ids": stop_ids_of(self.origin.folder, self.tokenizer, chat=True),
             "sampling": Sampling(),
-            "lengths": engine.ONE_BY_ONE if short else engine.LENGTHS,
+            "once": True,
         }
 
         def sample(trainable: Weights, frozen: Weights) -> list[dict[str, str]]:

@@ -16,21 +16,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from lora_tune.generation.sampling import Sampling, next_tokens
 from lora_tune.training.state import Weights, unflatten
 
 LENGTHS = (32, 128, 512)
 """Lengths that prompts are padded to; longer ones to a multiple of the last, and read in chunks."""
-ONE_BY_ONE = (1,)
-"""The same for a few short prompts: the decode step reads them, and nothing else is compiled."""
+SHORT = 128
+"""Reading prompts up to this length one token at a time takes less time than compiling for it."""
 
 
-def padded_length(length: int, lengths: Sequence[int] = LENGTHS) -> int:
+def padded_length(length: int) -> int:
     """The length that prompts are padded to whose longest has `length` tokens."""
-    largest = lengths[-1]
-    return next((n for n in lengths if length <= n), -(-length // largest) * largest)
+    return next((n for n in LENGTHS if length <= n), -(-length // LENGTHS[-1]) * LENGTHS[-1])
 
 
 def cache_slots(length: int, max_new_tokens: int) -> int:
@@ -68,22 +67,19 @@ class Program:
 
 
 @functools.lru_cache(maxsize=4)
-def program_of(graphdef: Any, everywhere: NamedSharding | None) -> Program:
-    """The functions of the models used last; `everywhere` is the sharding of all results."""
-
-    def placed(value: Any) -> Any:
-        return value if everywhere is None else jax.lax.with_sharding_constraint(value, everywhere)
+def program_of(graphdef: Any, place: Sharding) -> Program:
+    """The functions of the models used last; all their results lie at `place`."""
 
     def merge(weights: Weights) -> Any:
         return nnx.merge(graphdef, unflatten(weights), copy=True)
 
-    @functools.partial(jax.jit, static_argnums=(1, 2, 3))
+    @functools.partial(jax.jit, static_argnums=(1, 2, 3), out_shardings=place)
     def create(weights: Weights, batch: int, size: int, penalise: bool) -> _State:
         model = merge(weights)
         seen = jnp.zeros((batch, model.config.vocab_size), bool) if penalise else None
-        return placed(_State(model.create_cache(batch, size), seen))
+        return _State(model.create_cache(batch, size), seen)
 
-    @functools.partial(jax.jit, donate_argnums=1)
+    @functools.partial(jax.jit, donate_argnums=1, out_shardings=place)
     def advance(
         weights: Weights,
         state: _State,
@@ -104,21 +100,21 @@ def program_of(graphdef: Any, everywhere: NamedSharding | None) -> Program:
         keys = jax.vmap(lambda row: jax.random.fold_in(jax.random.fold_in(key, row), step))(rows)
         drawn = next_tokens(logits, sampling, keys, seen)[:, None]
         running = (segment_ids[:, -1:] != 0) & ~jnp.isin(drawn, stop_ids)
-        return placed((_State(cache, seen), drawn, running.astype(jnp.int32)))
+        return _State(cache, seen), drawn, running.astype(jnp.int32)
 
     return Program(create, advance)
 
 
-def _everywhere(weights: Weights) -> NamedSharding | None:
-    """Replicated over the mesh that the weights lie on, if they do.
+def place_of(weights: Weights) -> Sharding:
+    """Where the weights lie: their device, or replicated all over their mesh.
 
-    What a step passes on is small, and with one known place it is compiled once.
+    What goes from step to step is small, and if it lies at one place, a step is compiled once.
     """
-    for array in weights.values():
-        sharding = array.sharding
-        if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1:
+    found = [array.sharding for array in weights.values()]
+    for sharding in found:
+        if isinstance(sharding, NamedSharding):
             return NamedSharding(sharding.mesh, PartitionSpec())
-    return None
+    return found[0]
 
 
 def steps(
@@ -133,7 +129,7 @@ def steps(
     rows: Sequence[int] | None = None,
     batch: int | None = None,
     cache_size: int | None = None,
-    lengths: Sequence[int] = LENGTHS,
+    once: bool = False,
 ) -> Iterator[np.ndarray]:
     """Continues prompts, all at once, one token a step.
 
@@ -150,7 +146,8 @@ def steps(
       rows: numbers of the prompts, which the draws depend on; default 0, 1, …
       batch: number of rows to compute, at least that of prompts; default just these.
       cache_size: slots of a row, at least the longest prompt and `max_new_tokens`.
-      lengths: to pad prompts to, rising; longer prompts are read in chunks of the last.
+      once: whether this is one of few calls for a model. Then decode steps read a short prompt as
+        well, which spares the compilation of anything else.
 
     Yields:
       int32 `[len(prompts)]`, the next token of each row, or -1 where the row has ended.
@@ -160,19 +157,20 @@ def steps(
     cache_size = cache_size or cache_slots(longest, max_new_tokens)
     assert longest + max_new_tokens <= cache_size
     assert len(prompts) <= batch
-    length = min(padded_length(longest, lengths), cache_size - max_new_tokens)
+    by_token = once and longest <= SHORT
+    length = longest if by_token else min(padded_length(longest), cache_size - max_new_tokens)
     tokens, segment_ids = _left_padded(prompts, batch, length)
     numbers = np.zeros(batch, np.int32)
     numbers[: len(prompts)] = range(len(prompts)) if rows is None else rows
-    program = program_of(graphdef, _everywhere(weights))
-    draw = sampling, jax.random.key(seed), numbers, _padded(stop_ids)
+    place = place_of(weights)
+    program = program_of(graphdef, place)
+    draw = sampling, *jax.device_put((jax.random.key(seed), numbers, _padded(stop_ids)), place)
 
     state = program.create(weights, batch, cache_size, sampling.repetition_penalty is not None)
-    for at in range(0, length, lengths[-1]):
-        part = slice(at, at + lengths[-1])
-        state, token, running = program.advance(
-            weights, state, tokens[:, part], segment_ids[:, part], 0, *draw
-        )
+    chunk = 1 if by_token else LENGTHS[-1]
+    for at in range(0, length, chunk):
+        part = jax.device_put([a[:, at : at + chunk] for a in (tokens, segment_ids)], place)
+        state, token, running = program.advance(weights, state, *part, 0, *draw)
     for step in range(1, max_new_tokens + 1):
         drawn = token, running
         if step < max_new_tokens:  # it runs while the host looks at the tokens before it

@@ -127,10 +127,11 @@ def answers(
     *,
     stream: Stream | None = None,
     names: Sequence[str] | None = None,
+    once: bool = False,
 ) -> Iterator[Answer]:
     """Yields the answers in order, those of a batch as soon as it is done; see `generate`.
 
-    `names` are the prompts' in errors.
+    `names` are the prompts' in errors; for `once` see `engine.steps`.
     """
     count = len(given)
     if names is None:
@@ -163,6 +164,7 @@ def answers(
             rows=rows,
             batch=batch,
             cache_size=cache_size,
+            once=once,
         ):
             for answer, token in zip(collected, found.tolist(), strict=True):
                 if token >= 0:

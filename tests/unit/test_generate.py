@@ -4,6 +4,7 @@
 import dataclasses
 import json
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import lora_tune
 from lora_tune.errors import InputError
@@ -23,13 +26,14 @@ from lora_tune.generation.generate import Settings, answers
 from lora_tune.generation.prompts import stop_ids_of
 from lora_tune.generation.sampling import Sampling, make_sampling
 from lora_tune.generation.text import TextStream, decode
+from lora_tune.sharding import make_mesh
 from lora_tune.training.state import split_model
 
 STATES, VOCAB = 97, 400
 TRACED: Counter[int] = Counter()
 """Length of a call -> how often it was traced."""
 FED: list[np.ndarray] = []
-"""Segment ids of every call, as they came."""
+"""Segment ids of every call to a model that logs them, as they came."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +44,9 @@ class Config:
 class Chain(nnx.Module):
     """Logits are a row of a table, chosen by a running hash of all real tokens so far."""
 
-    def __init__(self, seed: int = 0, *, vocab_size: int = VOCAB):
-        self.config, self.origin = Config(vocab_size), None
-        drawn = jax.random.normal(jax.random.key(seed), (STATES, vocab_size))
+    def __init__(self, seed: int = 0, *, log: bool = False):
+        self.config, self.origin, self.log = Config(), None, log
+        drawn = jax.random.normal(jax.random.key(seed), (STATES, VOCAB))
         self.table = nnx.Param(3 * drawn)
 
     def create_cache(self, batch: int, size: int) -> dict[str, jax.Array]:
@@ -50,7 +54,8 @@ class Chain(nnx.Module):
 
     def __call__(self, tokens: Any, segment_ids: Any, *, cache: Any, last: Any) -> Any:
         TRACED[tokens.shape[1]] += 1
-        jax.debug.callback(lambda ids: FED.append(np.asarray(ids)), segment_ids, ordered=True)
+        if self.log:
+            jax.debug.callback(lambda ids: FED.append(np.asarray(ids)), segment_ids, ordered=True)
 
         def step(carry: Any, column: Any) -> Any:
             token, real = column
@@ -110,8 +115,8 @@ def test_prompts_of_any_length_are_gone_on_from_as_by_hand(
 ) -> None:
     prompts = random_prompts(*lengths)
     assert complete(model, prompts) == [by_hand(p, table, new=10) for p in prompts]
-    one_by_one = complete(model, prompts[-1:], lengths=engine.ONE_BY_ONE)
-    assert one_by_one == [by_hand(prompts[-1], table, new=10)]
+    read_once = complete(model, prompts[-1:], once=True)
+    assert read_once == [by_hand(prompts[-1], table, new=10)]
 
 
 def test_the_cache_may_be_just_large_enough(model: Any, table: np.ndarray) -> None:
@@ -120,7 +125,8 @@ def test_the_cache_may_be_just_large_enough(model: Any, table: np.ndarray) -> No
     assert found == [by_hand(p, table, new=10) for p in prompts]
 
 
-def test_rows_end_before_a_stop_id_and_then_are_padding(model: Any, table: np.ndarray) -> None:
+def test_rows_end_before_a_stop_id_and_then_are_padding(table: np.ndarray) -> None:
+    model = Chain(log=True)
     prompts = random_prompts(4, 9, 6)
     whole = [by_hand(p, table, new=10) for p in prompts]
     stops = (whole[0][0], whole[1][3], 399)
@@ -155,16 +161,44 @@ def test_it_ends_when_every_row_has(model: Any, table: np.ndarray) -> None:
     assert (yielded[-1] == -1).all()
 
 
-def test_decode_is_compiled_once_for_all_prompts_and_settings(model: Any) -> None:
-    prompts = [random_prompts(n, 1, seed=n) for n in (1, 2, 31, 33, 100, 129, 400, 513, 1500)]
+@pytest.fixture
+def compiled() -> Iterator[list[str]]:
+    """Names of the functions that XLA compiles."""
+    names: list[str] = []
+
+    def listen(event: str, _: float, fun_name: str = "", **__: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            names.append(fun_name)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.mark.parametrize("mesh", [False, True])
+def test_decode_is_compiled_once_for_all_prompts(
+    table: np.ndarray, compiled: list[str], mesh: bool
+) -> None:
+    model = Chain()
+    place = jax.devices()[2] if not mesh else NamedSharding(make_mesh(fsdp=2), P(None, "fsdp"))
+    model.table.set_value(jax.device_put(model.table.get_value(), place))
     TRACED.clear()
-    for pair in prompts:
-        complete(model, pair, cache_size=2051)
+    for n in (1, 2, 31, 33, 100, 129, 400, 513, 1500):
+        pair = random_prompts(n, 1, seed=n)
+        assert complete(model, pair, cache_size=2051) == [by_hand(p, table, new=10) for p in pair]
     assert TRACED == {1: 1, 32: 1, 128: 1, 512: 1}
+    assert compiled.count("jit(advance)") == 4
+    complete(model, pair, cache_size=2051, once=True)
+    complete(model, random_prompts(60, 3), cache_size=2051, once=True)
+    assert compiled.count("jit(advance)") == 4
+
+
+def test_values_of_settings_are_not_compiled(model: Any, compiled: list[str]) -> None:
     for warm in (0.5, 0.9):
         sampling = make_sampling(temperature=warm, top_k=int(10 * warm), top_p=warm)
-        complete(model, prompts[0], cache_size=2051, sampling=sampling, seed=int(100 * warm))
-    assert TRACED == {1: 2, 32: 2, 128: 1, 512: 1}
+        seed, stops = int(100 * warm), range(int(5 * warm))
+        complete(model, random_prompts(4), sampling=sampling, seed=seed, stop_ids=stops)
+    assert compiled.count("jit(advance)") == 2
 
 
 def test_weights_are_arguments(model: Any, table: np.ndarray) -> None:
@@ -179,7 +213,7 @@ def test_weights_are_arguments(model: Any, table: np.ndarray) -> None:
 
 def test_the_cache_is_updated_in_place(model: Any) -> None:
     split = split_model(model)
-    program = engine.program_of(split.graphdef, None)
+    program = engine.program_of(split.graphdef, engine.place_of(split.trainable))
     state = program.create(split.trainable, 2, 64, True)
     draw = Sampling(), jax.random.key(0), np.arange(2), np.array([1], np.int32)
     ones = np.ones((2, 1), np.int32)
@@ -302,7 +336,8 @@ def test_batches_do_not_change_answers(model: Any, tokenizer: Any) -> None:
     assert lora_tune.generate(model, None, prompts, **options, batch_size=3) == whole
 
 
-def test_answers_come_batch_by_batch(model: Any) -> None:
+def test_answers_come_batch_by_batch() -> None:
+    model: Any = Chain(log=True)
     FED.clear()
     found = answers(model, None, random_prompts(1, 2, 3), Settings(4, batch_size=2, stop_ids=[]))
     next(found)
