@@ -51,14 +51,14 @@ def generate(pairs: Pairs) -> None:
     """Answers `prompt=`, as it comes, or every row of `prompts=`, one JSON line an answer."""
     given = _parse(pairs, _GENERATE)
     prompt, path = given.pop("prompt", None), given.pop("prompts", None)
-    if (prompt is None) == (path is None):
+    if bool(prompt) == bool(path):
         raise InputError("expected one of prompt=TEXT and prompts=FILE.jsonl")
-    rows = [] if path is None else list(_rows(path))
+    rows = list(_rows(path)) if path else []
     raw = given.pop("raw", False)
     settings = _settings(given)
     model, tokenizer = _load(given)
     templated = not raw and has_chat_template(tokenizer)
-    if prompt is not None:
+    if prompt:
         asked = _asked(prompt, templated)
         list(answers(model, tokenizer, [asked], settings, stream=_show, once=True))
         print()

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands `generate` and `chat`, on a model that can be run by hand."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import chat_tokenizers
+import numpy as np
+import pytest
+from chain_model import Chain, by_hand
+
+from lora_tune import cli, commands
+from lora_tune.generation.text import decode
+
+TOKENIZER = chat_tokenizers.qwen(chat_tokenizers.CHATML_TEMPLATE)
+LOADED: list[Any] = []
+
+
+@pytest.fixture(autouse=True)
+def loaded(monkeypatch: pytest.MonkeyPatch) -> Chain:
+    """The model that every command loads; how it was asked for is in LOADED."""
+    model = Chain()
+    LOADED.clear()
+
+    def load_run(folder: str, overrides: list[str]) -> Any:
+        LOADED.append((folder, overrides))
+        return model, TOKENIZER
+
+    def load_model(**options: Any) -> Any:
+        LOADED.append(options)
+        return model, TOKENIZER
+
+    monkeypatch.setattr(commands.api, "load_run", load_run)
+    monkeypatch.setattr(commands.api, "load_model", load_model)
+    return model
+
+
+def answer(model: Chain, prompt: Any, *, new: int, stops: tuple[int, ...] | None = None) -> str:
+    """What the model says to a text or to messages."""
+    if isinstance(prompt, list):
+        prompt = TOKENIZER.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    ids = TOKENIZER(prompt)["input_ids"]
+    stops = (TOKENIZER.eos_token_id,) if stops is None else stops
+    return decode(TOKENIZER, by_hand(ids, np.asarray(model.table[...]), new=new, stops=stops))
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
+    assert cli.main(list(arguments)) == status
+    out, err = capsys.readouterr()
+    if status:
+        assert out == ""
+        assert err.startswith("lora-tune: error: ")
+        assert err.count("\n") == 1
+        return err
+    return out
+
+
+def test_a_prompt_is_a_message_unless_raw(
+    capsys: pytest.CaptureFixture[str], loaded: Chain
+) -> None:
+    asked = ["generate", "run=runs/a", "max_new_tokens=9", "prompt=What = it?"]
+    assert run(capsys, *asked) == answer(loaded, [user("What = it?")], new=9) + "\n"
+    assert run(capsys, *asked, "raw=true") == answer(loaded, "What = it?", new=9) + "\n"
+    assert LOADED == [("runs/a", [])] * 2
+
+
+def test_settings_reach_the_model(capsys: pytest.CaptureFixture[str], loaded: Chain) -> None:
+    greedy = by_hand(TOKENIZER("a")["input_ids"], np.asarray(loaded.table[...]), new=5)
+    asked = ["generate", "run=a", "prompt=a", "raw=true", "max_new_tokens=5"]
+    stopped = run(capsys, *asked, f"stop_ids=[399, {greedy[2]}]")
+    assert stopped == answer(loaded, "a", new=5, stops=(greedy[2],)) + "\n"
+    sampled = [*asked, "temperature=3", "top_k=50", "top_p=0.9", "min_p=0.01"]
+    first = run(capsys, *sampled, "seed=1", "repetition_penalty=1.1", "cache_size=null")
+    assert first == run(capsys, *sampled, "seed=1", "repetition_penalty=1.1")
+    assert first != run(capsys, *sampled, "seed=2", "repetition_penalty=1.1")
+
+
+def test_where_the_model_comes_from(capsys: pytest.CaptureFixture[str]) -> None:
+    common = ["generate", "prompt=a", "max_new_tokens=1", "model.dtype=float32"]
+    run(capsys, *common, "run=a", "mesh.fsdp=2")
+    run(capsys, *common, "model.path=b", "model.chat_template=c.jinja", "mesh.fsdp=2")
+    [of_run, base] = LOADED
+    assert of_run == ("a", ["model.dtype=float32", "mesh.fsdp=2"])
+    assert base.pop("mesh").shape["fsdp"] == 2
+    assert base == {"path": "b", "dtype": "float32", "chat_template": "c.jinja"}
+
+
+def test_every_row_of_a_file(
+    capsys: pytest.CaptureFixture[str], loaded: Chain, tmp_path: Path
+) -> None:
+    talk = [user("Hello"), {"role": "assistant", "content": "I am"}, user("What is it?")]
+    rows = [
+        {"messages": talk, "id": 7},
+        {"messages": [*talk, {"role": "assistant", "content": "blue"}]},
+        {"prompt": "What is 4?"},
+        {"prompt": [user("there")]},
+        {"text": "the answer is", "note": "ü"},
+        {"conversations": [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "x"}]},
+    ]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    asked: list[Any] = [talk, talk, [user("What is 4?")], [user("there")], "the answer is"]
+    asked.append([user("Hello")])
+    out = run(capsys, "generate", "run=a", f"prompts={path}", "max_new_tokens=6", "batch_size=4")
+    wanted = [answer(loaded, prompt, new=6) for prompt in asked]
+    printed = [json.loads(line) for line in out.splitlines()]
+    assert printed == [{**row, "answer": a} for row, a in zip(rows, wanted, strict=True)]
+    assert "ü" in out
+    raw = run(capsys, "generate", "run=a", f"prompts={path}", "max_new_tokens=6", "raw=true")
+    assert json.loads(raw.splitlines()[2])["answer"] == answer(loaded, "What is 4?", new=6)
+
+
+def test_chat_remembers_what_was_said(
+    capsys: pytest.CaptureFixture[str], loaded: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n\n  \nWhat is it?\n"))
+    out = run(capsys, "chat", "run=a", "max_new_tokens=5", "system=there")
+    talk = [{"role": "system", "content": "there"}, user("Hello")]
+    first = answer(loaded, talk, new=5)
+    talk += [{"role": "assistant", "content": first}, user("What is it?")]
+    assert out == f"{first}\n{answer(loaded, talk, new=5)}\n"
+
+
+def test_a_conversation_that_is_too_long_ends_with_a_sentence(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n" * 9))
+    assert cli.main(["chat", "run=a", "max_new_tokens=5", "cache_size=40"]) == 2
+    out, err = capsys.readouterr()
+    assert 1 <= out.count("\n") < 9
+    assert "more than the cache_size, 40" in err
+
+
+BROKEN = '{"prompt": "a"}\n{"prompt": '
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["generate", "run=a"], "expected one of prompt=TEXT and prompts=FILE.jsonl"),
+        (["generate", "run=a", "prompt=b", "prompts=c"], "expected one of prompt=TEXT and"),
+        (["generate", "prompt=b"], "expected run=DIR, the folder of a run, or model.path=PATH"),
+        (["chat"], "expected run=DIR, the folder of a run, or model.path=PATH"),
+        (["chat", "run=a", "temprature=1"], "'temprature': did you mean 'temperature'?"),
+        (["chat", "run=a", "max_tokens=1"], "'max_tokens': did you mean 'max_new_tokens'?"),
+        (["chat", "run=a", "batch_size=1"], "unknown key 'batch_size'"),
+        (["chat", "run=a", "model.dtpe=1"], "'model.dtpe': did you mean 'model.dtype'?"),
+        (["chat", "run=a", "zzz=1"], "unknown key 'zzz': expected one of run, system, max_new"),
+        (["chat", "run=a", "top_k=many"], "top_k must be an integer, got 'many'"),
+        (["chat", "run=a", "top_p=half"], "top_p must be a number, got 'half'"),
+        (["chat", "run=a", "stop_ids=[a]"], "stop_ids must be integers with commas between"),
+        (["chat", "run=a", "temperature=-1"], "temperature must be a number at least 0, got -1.0"),
+        (["generate", "run=a", "prompt=b", "raw=yes"], "raw must be true or false, got 'yes'"),
+        (["generate", "run=a", "prompt="], "expected one of prompt=TEXT and"),
+        (["generate", "run=a", "prompts=/none.jsonl"], "'/none.jsonl' does not exist"),
+        (["generate", "run=a", "prompts=none"], "prompts: there is no file 'none'"),
+        (["generate", "run=a", f"prompts={BROKEN}"], ":2: broken JSON at column 12"),
+        (
+            ["generate", "run=a", 'prompts={"a": 1}'],
+            ":1: expected messages, prompt or text, found a",
+        ),
+        (["generate", "run=a", 'prompts={"text": 1}'], ":1 is 1, expected a text, a list of"),
+        (["generate", "run=a", 'prompts={"messages": 1}'], ":1: expected a non-empty list of"),
+        (["generate", "run=a", "prompt"], "expected key=value, got 'prompt'"),
+    ],
+)
+def test_bad_usage_is_one_sentence(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    sentence: str,
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    key, _, content = arguments[-1].partition("=")
+    if key == "prompts" and content.startswith("{"):
+        (tmp_path / "rows.jsonl").write_text(content)
+        arguments = [*arguments[:-1], f"prompts={tmp_path / 'rows.jsonl'}"]
+    assert sentence in run(capsys, *arguments, status=2)
