@@ -286,9 +286,10 @@ def check_size(recipe: schema.Recipe, model: Decoder, mesh: Mesh | None) -> None
     rows, host = recipe.train.batch_size, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     at_once = rows // recipe.train.gradient_accumulation_steps
     devices = _device_memory(mesh) or host
+    inputs = host if recipe.model.remat == "offload" else devices
     for keys, tokens, each, there in (
         ("train.batch_size", rows * length, _HOST_BYTES, host),
-        ("train.batch_size", at_once * length, width * config.num_hidden_layers, devices),
+        ("train.batch_size", at_once * length, width * config.num_hidden_layers, inputs),
         ("eval.batch_size", (recipe.eval.batch_size or 0) * length, width + _HOST_BYTES, devices),
     ):
         if tokens * each > there:

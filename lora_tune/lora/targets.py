@@ -69,7 +69,9 @@ def resolve(config: LoraConfig, module_names: Sequence[str]) -> dict[str, Target
     ranks = _patterns("rank_pattern", config.rank_pattern, adapted, problems)
     alphas = _patterns("alpha_pattern", config.alpha_pattern, adapted, problems)
     if problems:
-        raise InputError(f"lora: {'; '.join(problems)}; the model has {_listing(module_names)}")
+        unknown = any("matches no" in problem for problem in problems)
+        listed = f"; the model has {_listing(module_names)}" if unknown else ""
+        raise InputError(f"lora: {'; '.join(problems)}{listed}")
     targets = {}
     for name in chosen:
         r, alpha = int(ranks.get(name, config.r)), alphas.get(name, config.lora_alpha)

@@ -21,7 +21,6 @@ _LIMITS: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
             "mesh.fsdp",
             "mesh.tensor",
             "mesh.expert",
-            "train.max_steps",
             "train.batch_size",
             "train.gradient_accumulation_steps",
             "train.loss_chunk_size",
@@ -64,8 +63,13 @@ _LIMITS: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
             "optim.learning_rate",
             "optim.adam_epsilon",
             "optim.max_grad_norm",
-            "train.num_train_epochs",
         ),
+    ),
+    ("above 0 and at most 10000", lambda value: 0 < value <= 10_000, ("train.num_train_epochs",)),
+    (
+        "at least 1 and below 2**31",  # steps are counted in 32 bits
+        lambda value: 1 <= value < 2**31,
+        ("train.max_steps",),
     ),
     (
         "at least 0 and below 1",

@@ -32,6 +32,12 @@ def bad_value(key: str, value: Any) -> str | None:
     if _is_meant_as_null(hint, value):
         meaning = ", which trains every parameter" if key == "lora" else ""
         return f"{key} is {shown(value)}; write {key}=null (null in a file){meaning}"
+    if isinstance(value, str) and str in (hint, *get_args(hint)):
+        if not value.strip():
+            instead = f"; write {key}=null for none" if NoneType in get_args(hint) else ""
+            return f"{key} is an empty text{instead}"
+        if "\0" in value:
+            return f"{key} holds a NUL character, which no name has, got {shown(value)}"
     if _fits(hint, value):
         return None
     return f"{key} must be {described(hint)}, got {shown(value)}{_advice(hint, value)}"

@@ -169,6 +169,12 @@ def test_a_key_like_nothing_lists_what_there_is(smallest: str) -> None:
         ("model.revision=None", "write model.revision=null"),
         ("train.max_steps=none", "write train.max_steps=null"),
         ("data.path={a: b}", "put it in quotes"),
+        ("data.path=''", "data.path is an empty text"),
+        (
+            "model.revision=''",
+            "model.revision is an empty text; write model.revision=null for none",
+        ),
+        ('output_dir="a\\0b"', "output_dir holds a NUL character"),
         ("model.dtype=float23", "bfloat16 or float32, got 'float23'; did you mean float32?"),
         ("data.format=chat", "auto or messages or prompt_completion or text, got 'chat'"),
         ("lora.target_modules=[1]", "lora.target_modules must be a list of texts or text, got [1]"),
@@ -199,6 +205,8 @@ def test_wrong_types(smallest: str, override: str, said: str) -> None:
         (["lora.layers_to_transform=[]"], "layers_to_transform is empty"),
         (["lora=null", "save.adapter=true"], "save.adapter: true needs adapters"),
         (["lora=null", "save.merged=false"], "save.merged: false leaves nothing"),
+        (["train.max_steps=2147483648"], "train.max_steps must be at least 1 and below 2**31"),
+        (["train.max_steps=null", "train.num_train_epochs=1e9"], "above 0 and at most 10000, got"),
         (["model.param_scan_axis=7"], "model.param_scan_axis must be from 0 to 3, got 7"),
         (
             ["train.seed=4294967296"],

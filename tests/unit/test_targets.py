@@ -118,7 +118,7 @@ def test_what_matches_nothing_is_an_error(fields, parts):
     [
         (
             {"target_modules": ["q_proj", "out_proj"], "layers_to_transform": [1, 5]},
-            "layers_to_transform: the model has no layer [5], only 0 to 11; the model has",
+            "layers_to_transform: the model has no layer [5], only 0 to 11",
         ),
         (
             {"target_modules": ["q_proj", "mlp.gate_proj"], "layers_to_transform": [0]},
@@ -127,7 +127,7 @@ def test_what_matches_nothing_is_an_error(fields, parts):
         ),
         (
             {"target_modules": ["q_proj"], "exclude_modules": ".*", "rank_pattern": {"q_proj": 2}},
-            "exclude_modules leaves no module to adapt; the model has",
+            "exclude_modules leaves no module to adapt",
         ),
         (
             {"target_modules": ["q_prj"], "rank_pattern": {"q_proj": 2}},
@@ -135,7 +135,7 @@ def test_what_matches_nothing_is_an_error(fields, parts):
         ),
         (
             {"target_modules": "all-linear", "exclude_modules": ".*layers.*"},
-            "no module is left to adapt; the model has",
+            "no module is left to adapt",
         ),
     ],
 )
