@@ -2,6 +2,7 @@
 """The Python interface: models, adapters and whole runs."""
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -68,6 +69,7 @@ def load_model(
     Raises:
       InputError: the folder, its configuration or its files are not what they should be.
     """
+    _expect("path", path, str | Path)
     if dtype not in ("bfloat16", "float32"):
         raise InputError(f"dtype is {dtype!r}, expected 'bfloat16' or 'float32'")
     section = recipes.Model(
@@ -144,8 +146,14 @@ def add_lora(model: Decoder, config: LoraConfig | None = None, *, seed: int = 0)
     adapters are trained. `nnx.state(model, nnx.LoRAParam)` holds the adapters.
 
     Raises:
-      InputError: a target matches nothing, or the model has adapters already.
+      InputError: a target matches nothing, the model has adapters already, or an argument is of
+        another type.
     """
+    _expect("model", model, Decoder)
+    _expect("config", config, LoraConfig | None)
+    _expect("seed", seed, int)
+    if not 0 <= seed < 2**32:
+        raise InputError(f"seed is {seed}, expected at least 0 and below 2**32")
     return _become(model, inject.add_lora(model, config or LoraConfig(), seed=seed))
 
 
@@ -155,10 +163,19 @@ def load_adapter(model: Decoder, folder: str | Path) -> Decoder:
     Raises:
       InputError: the adapter does not fit the model, or the model has adapters already.
     """
+    _expect("model", model, Decoder)
+    _expect("folder", folder, str | Path)
     return _become(model, build.with_adapter(model, folder))
 
 
+def _expect(name: str, value: Any, kind: Any) -> None:
+    if not isinstance(value, kind):
+        names = kind.__name__ if isinstance(kind, type) else re.sub(r"\w+\.", "", str(kind))
+        raise InputError(f"{name} is {value!r:.80}, expected {names}")
+
+
 def _config(model: Decoder, caller: str) -> LoraConfig:
+    _expect("model", model, Decoder)
     if not hasattr(model, "adapter"):
         raise InputError(f"{caller}: the model has no adapters; add_lora or load_adapter first")
     return model.adapter.config
@@ -173,10 +190,11 @@ def save_adapter(
       InputError: no adapters, adapters that are untrained or not finite, a folder that is not ours
         to replace, or a full disk.
     """
+    config = _config(model, "save_adapter")
     return peft.save_adapter(
         nnx.state(model, inject.adapter_filter),
         bind(model.family, model),
-        _config(model, "save_adapter"),
+        config,
         folder,
         model_type=model.origin.model_type,
         base=model.origin.base_name,

@@ -60,7 +60,7 @@ class Result:
         return [row for row in self.rows if "eval_loss" in row]
 
 
-def train(recipe: str, overrides: Sequence[str] = ()) -> Result:
+def train(recipe: str | Path, overrides: Sequence[str] = ()) -> Result:
     """Trains as a recipe says, or goes on where an earlier call with it stopped.
 
     Args:
@@ -71,8 +71,6 @@ def train(recipe: str, overrides: Sequence[str] = ()) -> Result:
       InputError: anything wrong with the recipe, the model, the data or the disk.
       TripwireError: training has gone wrong, e.g. a loss that is not finite.
     """
-    if isinstance(overrides, str):
-        raise InputError(f"overrides is the text {overrides!r}, expected a list of such texts")
     loaded = recipes.load(recipe, overrides)
     run_dir = Path(loaded.output_dir)
     check_writable(run_dir)

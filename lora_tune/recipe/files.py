@@ -27,7 +27,7 @@ def shipped() -> dict[str, Path]:
     return {path.name: path for path in sorted(_shipped_folder().glob("*.yaml"))}
 
 
-def find(name: str) -> Path:
+def find(name: str | Path) -> Path:
     """Return the file that `recipe=name` means: a path if there is one, else a shipped name.
 
     A shipped name works with or without its ending, from any folder.
@@ -35,7 +35,9 @@ def find(name: str) -> Path:
     Raises:
         InputError: there is neither; the message lists the shipped names.
     """
-    path, available = Path(name), shipped()
+    if not isinstance(name, str | Path):
+        raise InputError(f"recipe is {name!r}, expected the path of a file or a shipped name")
+    name, path, available = str(name), Path(name), shipped()
     if path.is_file():
         return path
     for candidate in (name, f"{name}.yaml"):

@@ -4,6 +4,7 @@
 import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import yaml
@@ -19,7 +20,7 @@ from lora_tune.recipe.values import ONLY_REFERENCES, bad_value, described, known
 from lora_tune.recipe.yaml_faults import fault
 
 
-def load(path_or_name: str, overrides: Sequence[str] = ()) -> Recipe:
+def load(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe and apply `key=value` overrides, later ones winning.
 
     Args:
@@ -32,6 +33,11 @@ def load(path_or_name: str, overrides: Sequence[str] = ()) -> Recipe:
             combinations are wrong; one error names them all.
         OSError: the file cannot be read.
     """
+    listed = isinstance(overrides, Sequence) and not isinstance(overrides, str)
+    if not listed or not all(isinstance(text, str) for text in overrides):
+        raise InputError(
+            f"overrides is {shown(overrides)}, expected a list of texts, as in ['lora.r=4']"
+        )
     where = f"recipe {path_or_name}"
     values = _read_yaml(find(path_or_name).read_bytes(), where)
     problems: list[str] = []
