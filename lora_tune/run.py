@@ -283,6 +283,7 @@ class _Run:
             save.save_full(
                 state,
                 self.leaves,
+                self.family,
                 base,
                 merged,
                 dtype=jnp.dtype(dtype),

@@ -81,12 +81,16 @@ def save_merged(
         if base.index is not None:
             shutil.copyfile(base.folder / INDEX, folder / INDEX)
         copy_companions(base.folder, folder)
+        config = read_json(base.folder / "config.json")
+        if (portable := family.portable_config(config)) != config:
+            _write_json(folder / "config.json", portable)
     return MergeReport(len(changes), len(base.tensors) - len(changes), worst)
 
 
 def save_full(
     state: nnx.State | Mapping[Path, Any],
     leaves: Sequence[Leaf],
+    family: Family,
     config_folder: FilePath | str,
     out_dir: FilePath | str,
     *,
@@ -99,6 +103,7 @@ def save_full(
     Args:
       state: the parameters.
       leaves: the bound table of the model.
+      family: its table.
       config_folder: where `config.json`, tokenizer and templates are copied from; the type in
         `config.json` becomes that of the files.
       out_dir: folder to write; may be an earlier result, which is then replaced.
@@ -131,7 +136,7 @@ def save_full(
         if len(shards) > 1:
             _write_json(folder / INDEX, _index(shards))
         copy_companions(config_folder, folder, skip=("config.json",))
-        config = read_json(config_folder / "config.json")
+        config = family.portable_config(read_json(config_folder / "config.json"))
         _write_json(folder / "config.json", _with_dtype(config, types))
 
 

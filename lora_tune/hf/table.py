@@ -115,6 +115,10 @@ class Family(Protocol):
         """Prefix of a layer's names, with `{i}` for its number."""
         ...
 
+    def portable_config(self, hf: Mapping[str, Any], /) -> dict[str, Any]:
+        """`config.json` with all that only lora_tune understands spelled out for others."""
+        ...
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Leaf:

@@ -53,6 +53,8 @@ class Family:
       make_cache: `(config, kind, batch=, size=, dtype=) -> empty cache` of such a layer.
       layer_rows, top_rows, ignored, layer_prefix: see `lora_tune.hf.table`.
       not_adaptable: layer paths of projections that never carry an adapter, e.g. routers.
+      portable_config: a `config.json` -> the same with all that only lora_tune understands spelled
+        out for other libraries; exports write it.
     """
 
     read_config: Callable[[Mapping[str, Any]], Any]
@@ -63,6 +65,7 @@ class Family:
     ignored: Sequence[tuple[str, str]]
     not_adaptable: Sequence[str] = ()
     layer_prefix: str = "model.layers.{i}."
+    portable_config: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
 
 
 @jax.tree_util.register_dataclass

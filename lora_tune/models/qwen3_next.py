@@ -205,12 +205,16 @@ def _layer_types(hf: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
 
 
 def _cycle(hf: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Layers in a cycle, and which of them has full attention (our own field; default the last).
-
-    They say what `layer_types` says where that is missing, which exports write out: transformers
-    knows no offset.
-    """
+    """Layers in a cycle, and which of them has full attention (our own field; default the last)."""
     return hf.get("full_attention_interval", 4), hf.get("full_attention_layer_offset", -1)
+
+
+def portable_config(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """`config.json` as others must read it: transformers knows layer types, but no offset."""
+    if "full_attention_layer_offset" not in hf:
+        return dict(hf)
+    rest = {name: value for name, value in hf.items() if name != "full_attention_layer_offset"}
+    return {**rest, "layer_types": list(read_config(hf).layer_types)}
 
 
 def _check_sizes(c: Qwen3NextConfig) -> None:
@@ -487,4 +491,5 @@ FAMILY = Family(
     ),
     ignored=((r"mtp\..*", "multi-token prediction heads, which fine-tuning does not use"),),
     not_adaptable=("mlp.gate",),
+    portable_config=portable_config,
 )

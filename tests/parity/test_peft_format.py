@@ -235,7 +235,7 @@ def test_merged_folder_loads_in_transformers(base, tmp_path):
 def test_full_export_loads_in_transformers(base, tmp_path):
     model = tiny()
     state = load_params(model, FAMILY, base)
-    save_full(state, leaves_of(model), base, tmp_path / "full", max_shard_bytes=20_000)
+    save_full(state, leaves_of(model), FAMILY, base, tmp_path / "full", max_shard_bytes=20_000)
     assert json.loads((tmp_path / "full" / "config.json").read_text())["dtype"] == "float32"
     ours, theirs = read_model(tmp_path / "full").state_dict(), read_model(base).state_dict()
     assert set(ours) == set(theirs)

@@ -201,8 +201,8 @@ def test_full_export_is_the_state(tmp_path, base_tensors, dtype):
     base = write_folder(tmp_path / "base", tensors)
     model = tiny(psa=1)
     state = load_params(model, FAMILY, base, dtype=dtype)
-    save_full(state, leaves_of(model), base, tmp_path / "one")
-    save_full(state, leaves_of(model), base, tmp_path / "many", max_shard_bytes=4000)
+    save_full(state, leaves_of(model), FAMILY, base, tmp_path / "one")
+    save_full(state, leaves_of(model), FAMILY, base, tmp_path / "many", max_shard_bytes=4000)
     for out, count in ((tmp_path / "one", 1), (tmp_path / "many", 10)):
         saved = {t.name: t for t in all_of(out)}
         assert set(saved) == set(tensors)
@@ -225,7 +225,13 @@ def test_full_export_carries_what_the_model_ignores(tmp_path, base_tensors, most
     state = load_params(model, FAMILY, base, dtype=np.float32)
     carried = ignored_tensors(base, FAMILY)
     save_full(
-        state, leaves_of(model), base, tmp_path / "out", carried=carried, max_shard_bytes=most
+        state,
+        leaves_of(model),
+        FAMILY,
+        base,
+        tmp_path / "out",
+        carried=carried,
+        max_shard_bytes=most,
     )
     before, after = every_tensor(base), every_tensor(tmp_path / "out")
     assert set(after) == set(before)
@@ -234,16 +240,30 @@ def test_full_export_carries_what_the_model_ignores(tmp_path, base_tensors, most
         assert list(load_file(path))  # a header that safetensors itself accepts
 
 
+def test_exports_spell_out_the_place_of_full_attention(tmp_path, base_tensors):
+    base = write_folder(tmp_path / "base", base_tensors)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "full_attention_layer_offset": -1}))
+    leaves, state = leaves_of(tiny()), load_params(tiny(), FAMILY, base)
+    save_full(state, leaves, FAMILY, base, tmp_path / "full")
+    save_merged(random_adapters(leaves, LORA), leaves, FAMILY, base, tmp_path / "merged")
+    for kind in ("full", "merged"):
+        written = json.loads((tmp_path / kind / "config.json").read_text())
+        cycle = [*["linear_attention"] * 3, "full_attention"]
+        assert written["layer_types"] == [*cycle, *cycle, "linear_attention"]
+        assert "full_attention_layer_offset" not in written
+
+
 def test_full_export_refuses_what_is_not_finite(tmp_path, base_tensors):
     base = write_folder(tmp_path / "base", base_tensors)
     model = tiny()
     state = load_params(model, FAMILY, base)
     state["norm"]["weight"].set_value(jnp.full(16, jnp.inf))
     with pytest.raises(InputError, match=r"model\.norm\.weight: holds a NaN or an infinity"):
-        save_full(state, leaves_of(model), base, tmp_path / "out")
+        save_full(state, leaves_of(model), FAMILY, base, tmp_path / "out")
     del state["norm"]
     with pytest.raises(ValueError, match=r"lacks norm\.weight"):
-        save_full(state, leaves_of(model), base, tmp_path / "out")
+        save_full(state, leaves_of(model), FAMILY, base, tmp_path / "out")
     assert sorted(os.listdir(tmp_path)) == ["base"]
 
 
@@ -251,7 +271,7 @@ def test_a_tied_model_is_written_without_a_head(tmp_path, base_tensors):
     tensors = {k: v for k, v in base_tensors.items() if k != "lm_head.weight"}
     base = write_folder(tmp_path / "base", tensors)
     model = tiny(tie_word_embeddings=True)
-    save_full(load_params(model, FAMILY, base), leaves_of(model), base, tmp_path / "out")
+    save_full(load_params(model, FAMILY, base), leaves_of(model), FAMILY, base, tmp_path / "out")
     assert "lm_head.weight" not in every_tensor(tmp_path / "out")
 
 
