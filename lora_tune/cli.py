@@ -102,10 +102,12 @@ def _dispatch(arguments: list[str]) -> int | None:
     if not arguments:
         raise InputError("expected recipe=NAME; see lora-tune --help")
     verb = "train"
-    if "=" not in arguments[0]:
+    if "=" not in arguments[0] and not arguments[0].startswith("-"):
         verb = arguments.pop(0)
     if verb not in _VERBS:
-        raise InputError(f"{verb!r} is no command{_near(verb, _VERBS)}; see lora-tune --help")
+        meant = _meant(verb)
+        near = f", did you mean {meant}?" if meant else _near(verb, _VERBS)
+        raise InputError(f"{verb!r} is no command{near}; see lora-tune --help")
     return _VERBS[verb](arguments)
 
 
@@ -116,10 +118,27 @@ def _near(word: str, words: Mapping[str, object]) -> str:
 
 def _settings(arguments: Sequence[str]) -> list[tuple[str, str]]:
     """Split `key=value` arguments at the first `=`."""
-    wrong = [argument for argument in arguments if "=" not in argument]
+    wrong = [text for text in arguments if "=" not in text or text.startswith("-")]
     if wrong:
-        raise InputError(f"expected key=value, got {', '.join(map(repr, wrong))}")
+        meant = " ".join(filter(None, map(_meant, wrong)))
+        hint = f"; did you mean {meant}?" if meant else ""
+        raise InputError(f"expected key=value, got {', '.join(map(repr, wrong))}{hint}")
     return [(key, value) for key, _, value in (text.partition("=") for text in arguments)]
+
+
+def _meant(text: str) -> str | None:
+    """The `key=value` that was meant by an option with dashes or a bare recipe, or None."""
+    from lora_tune.recipe import shipped
+
+    bare = text.lstrip("-")
+    if "=" in bare:
+        return bare
+    is_recipe = bare.endswith((".yaml", ".yml")) or f"{bare}.yaml" in shipped()
+    return f"recipe={bare}" if is_recipe else None
+
+
+def _is_recipe_key(key: str) -> bool:
+    return bool(get_close_matches(key.lower(), ("recipe", "config", "config_file"), cutoff=0.75))
 
 
 def _train(arguments: Sequence[str]) -> int:
@@ -128,9 +147,11 @@ def _train(arguments: Sequence[str]) -> int:
     settings = _settings(arguments)
     recipes = [value for key, value in settings if key == "recipe"]
     if len(recipes) != 1 or not recipes[0]:
+        got = ", ".join(map(repr, recipes)) or "none"
+        near = [v for k, v in settings if k != "recipe" and _is_recipe_key(k)]
+        hint = f"; did you mean recipe={near[0]}?" if near and not recipes else ""
         raise InputError(
-            f"expected one recipe=NAME, a file or one of {', '.join(shipped())}; "
-            f"got {', '.join(map(repr, recipes)) or 'none'}"
+            f"expected one recipe=NAME, a file or one of {', '.join(shipped())}; got {got}{hint}"
         )
     from lora_tune.api import train
 
