@@ -78,9 +78,11 @@ def _check(name: str, value: Any, expected: str, holds: Any) -> None:
 
 
 def check_count(name: str, value: Any, *, least: int) -> None:
-    """Raises InputError unless `value` is an integer of at least `least`, in 32 bits."""
+    """Raises InputError unless `value` is an integer of at least `least` that jax can hold."""
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**31:
-        raise InputError(f"{name} must be an integer of at least {least}, got {value!r}")
+        raise InputError(
+            f"{name} must be an integer of at least {least} and below 2**31, got {value!r}"
+        )
 
 
 def penalise_repetition(logits: jax.Array, seen: jax.Array, penalty: float) -> jax.Array:

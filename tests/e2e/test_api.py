@@ -26,6 +26,7 @@ from lora_tune import (
     save_merged,
 )
 from lora_tune import recipe as recipes
+from lora_tune.api import load_run
 from lora_tune.errors import InputError
 from lora_tune.run import Result
 from lora_tune.sharding import make_mesh
@@ -189,7 +190,7 @@ def recipe(model_folder: Path) -> Path:
         model=model_folder,
         chats=chats,
         data={"eval_path": str(held_out)},
-        eval={"num_samples": 1},
+        eval={"num_samples": 3, "samples_every": 3, "max_new_tokens": 6},
     )
 
 
@@ -241,6 +242,41 @@ def test_adapter_and_merged_folder_agree_with_the_evaluation(
     logits = logits_of(adapted, tokens)
     assert np.abs(logits - reference).max() > 1e-3
     np.testing.assert_allclose(logits_of(merged, tokens), logits, rtol=0, atol=1e-4)
+
+
+def test_samples_are_what_the_model_of_the_run_folder_answers(run: Result, recipe: Path) -> None:
+    samples = {row["step"]: row["samples"] for row in run.rows if "samples" in row}
+    assert list(samples) == [0, 3, 4]
+    assert samples[0] != samples[4]
+    held_out = (recipe.parent / "held_out.jsonl").read_text().splitlines()[:3]
+    turns = [json.loads(line)["messages"] for line in held_out]
+    for said, [question, expected, *_] in zip(samples[4], turns, strict=True):
+        assert question["content"] in said["prompt"]
+        assert said["expected"] == expected["content"]
+
+    model, tokenizer = load_run(run.output_dir)
+    answers = lora_tune.generate(model, tokenizer, [t[:1] for t in turns], max_new_tokens=6)
+    assert [said["answer"] for said in samples[4]] == [answer.strip() for answer in answers]
+
+
+def test_a_run_folder_is_loaded_with_what_it_holds(
+    run: Result, tokens: jax.Array, tmp_path: Path
+) -> None:
+    adapted = logits_of(load_run(run.output_dir)[0], tokens)
+    for name in ("recipe.yaml", "merged"):
+        copy = shutil.copytree if name == "merged" else shutil.copyfile
+        copy(run.output_dir / name, tmp_path / name)
+    merged, _ = load_run(tmp_path)
+    assert not hasattr(merged, "adapter")
+    np.testing.assert_allclose(logits_of(merged, tokens), adapted, rtol=0, atol=1e-4)
+    assert load_run(tmp_path, ["model.dtype=bfloat16"])[0].options.dtype == jnp.bfloat16
+
+    shutil.rmtree(tmp_path / "merged")
+    with pytest.raises(InputError, match="has neither adapter/ nor merged/, which a run writes at"):
+        load_run(tmp_path)
+    (tmp_path / "recipe.yaml").unlink()
+    with pytest.raises(InputError, match=r"is no run folder: there is no recipe\.yaml in it"):
+        load_run(tmp_path)
 
 
 def test_wandb_is_offline_and_learns_no_secret(run: Result) -> None:

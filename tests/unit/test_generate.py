@@ -411,10 +411,22 @@ NO_TEMPLATE = chat_tokenizers.qwen(None)
         ),
         (HELLO, {"tokenizer": NO_TEMPLATE}, "the tokenizer has no chat template, which messages"),
         ("a", {"tokenizer": None}, "the prompt is 'a', expected a list of token ids, because"),
-        ("a", {"max_new_tokens": 0}, "max_new_tokens must be an integer of at least 1, got 0"),
-        ("a", {"seed": -1}, "seed must be an integer of at least 0, got -1"),
-        ("a", {"batch_size": 0}, "batch_size must be an integer of at least 1, got 0"),
-        ("a", {"stop_ids": ["b"]}, "an id in stop_ids must be an integer of at least 0, got 'b'"),
+        (
+            "a",
+            {"max_new_tokens": 0},
+            "max_new_tokens must be an integer of at least 1 and below 2**31, got 0",
+        ),
+        ("a", {"seed": -1}, "seed must be an integer of at least 0 and below 2**31, got -1"),
+        (
+            "a",
+            {"batch_size": 0},
+            "batch_size must be an integer of at least 1 and below 2**31, got 0",
+        ),
+        (
+            "a",
+            {"stop_ids": ["b"]},
+            "an id in stop_ids must be an integer of at least 0 and below 2**31, got 'b'",
+        ),
         ("a", {"temperature": -1}, "temperature must be a number at least 0, got -1"),
         ("a", {"top_k": 3}, "top_k=3 has no effect with temperature=0"),
         (

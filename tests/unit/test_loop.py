@@ -121,6 +121,32 @@ def test_what_is_logged_evaluated_and_saved_when(tmp_path):
     assert ["eval_loss" in row for row in rows] == [True, False, False, True, False, False, True]
 
 
+def test_samples_stand_in_the_log_before_their_step_is_saved(tmp_path):
+    seen = []
+
+    class Saving(Checkpoints):
+        def save(self, step, state, **rest):
+            seen.append((step, [row["step"] for row in rows_of(tmp_path) if "samples" in row]))
+            return super().save(step, state, **rest)
+
+    def answer(trainable, frozen):
+        total = float(abs(trainable["q_proj"]["kernel_lora_b"]).sum())
+        return [{"prompt": "B?", "answer": f"{total:.6f}"}]
+
+    outcome = run_parts(
+        run_dir=tmp_path,
+        checkpoints=Saving(tmp_path / "checkpoints", keep=9, every=3),
+        total_steps=7,
+        sample_fn=answer,
+        sample_every=3,
+    )
+    assert seen == [(3, [0, 3]), (6, [0, 3, 6]), (7, [0, 3, 6, 7])]
+    samples = [row["samples"] for row in rows_of(tmp_path) if "samples" in row]
+    assert samples[0] == [{"prompt": "B?", "answer": "0.000000"}], "B starts at zero"
+    assert samples[-1] == answer(outcome.state[0], None)
+    assert len({str(sample) for sample in samples}) == 4
+
+
 def test_speed_counts_the_tokens_between_rows_and_leaves_out_compilation(tmp_path):
     class SlowToCompile:
         def __init__(self, step_fn):

@@ -109,20 +109,34 @@ def test_a_full_disk_is_one_sentence(tmp_path):
     assert rows
 
 
+SAMPLES = [
+    {"prompt": "a\nquestion", "answer": "it\nis", "expected": "x"},
+    {"prompt": "b", "answer": "", "expected": "y"},
+]
+
+
 def test_without_a_terminal_each_row_is_a_plain_line(tmp_path):
     stream = io.StringIO()
     terminal = Terminal(total_steps=40, stream=stream)
     log = MetricsLog(tmp_path, resume_step=None, writers=[terminal])
     log.write(TRAIN | {"compile_seconds": 3.25})
     log.write({"step": 10, "eval_loss": 0.75, "eval_accuracy": 0.5})
+    for step in (0, 10, 40):
+        log.write({"step": step, "samples": SAMPLES})
     log.note("saved [here]")
     log.close()
-    train, evaluation, note = stream.getvalue().splitlines()
+    train, evaluation, *samples, note = stream.getvalue().splitlines()
     assert train == (
         "step 10/40  loss 1.2500  grad norm 0.5  learning rate 0.0001  1,234 tokens/s  "
         "ETA 0:01:00  (compiled in 3.2 s)"
     )
     assert evaluation == "step 10/40  eval loss 0.7500  eval accuracy 50.00 %"
+    said = [
+        " | a question | answer: 'it\\nis' | expected: 'x'",
+        " | b | answer: '' | expected: 'y'",
+    ]
+    when = ("before training", "after step 10", "after training")
+    assert samples == [f"{start}{rest}" for start in when for rest in said]
     assert note == "saved [here]"
 
 
@@ -154,9 +168,14 @@ def test_wandb_is_offline_and_keeps_its_id(tmp_path):
         ids.append(writer._run.id)
         log = MetricsLog(tmp_path, resume_step=step, writers=[writer])
         log.write({"step": step, "loss": 1.0})
+        log.write({"step": step, "samples": SAMPLES})
         log.close()
     assert ids[0] == ids[1]
     runs = [path for path in (tmp_path / "wandb").glob("offline-run-*") if path.is_dir()]
     assert runs
+    [table, *_] = (tmp_path / "wandb").rglob("*.table.json")
+    logged = json.loads(table.read_text())
+    assert logged["columns"] == ["prompt", "answer", "expected"]
+    assert logged["data"] == [list(sample.values()) for sample in SAMPLES]
     # Two starts within one second: the second folder ends in "<id>-1".
     assert all(f"-{ids[0]}" in path.name for path in runs)
