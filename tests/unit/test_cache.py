@@ -69,12 +69,15 @@ def sentinel(value: float) -> RecurrentCache:
     return RecurrentCache(conv=jnp.zeros((1,)), state=jnp.full((1,), float(value)))
 
 
+def states(caches: Any) -> list[float]:
+    return [float(cache.state[0]) for cache in caches]
+
+
 @pytest.mark.parametrize("scan", [True, False])
 @pytest.mark.parametrize("kinds", PATTERNS)
 def test_every_layer_meets_its_own_cache_and_writes_to_it(kinds, scan):
-    model: Any = Decoder(
-        NUMBERED, NumberedConfig(kinds), DecoderOptions(scan_layers=scan, remat="none")
-    )
+    config: Any = NumberedConfig(kinds)
+    model: Any = Decoder(NUMBERED, config, DecoderOptions(scan_layers=scan, remat="none"))
     numbers = model.plan.stacks()
     state = nnx.state(model)
     for path, variable in nnx.to_flat_state(state):
@@ -89,15 +92,14 @@ def test_every_layer_meets_its_own_cache_and_writes_to_it(kinds, scan):
     assert jax.tree.map(jnp.shape, grouped) == jax.tree.map(jnp.shape, like.layers)
     h, after = model._run_layers(jnp.zeros((1, 1, 4)), None, grouped)
     assert np.all(np.asarray(h) == 0), "a layer read the cache of another"
-    states = [entry.state[0] for entry in ungroup_caches(model.plan, after)]
-    assert states == [100 + i for i in range(len(kinds))]
+    assert states(ungroup_caches(model.plan, after)) == [100 + i for i in range(len(kinds))]
 
 
 @pytest.mark.parametrize("kinds", PATTERNS)
 def test_a_flat_list_comes_back_in_order(kinds):
     plan = plan_layers(kinds)
     back = ungroup_caches(plan, group_caches(plan, [sentinel(i) for i in range(len(kinds))]))
-    assert [entry.state[0] for entry in back] == list(range(len(kinds)))
+    assert states(back) == list(range(len(kinds)))
     with pytest.raises(ValueError, match=f"{len(kinds) + 1} caches for {len(kinds)} decoder"):
         group_caches(plan, [sentinel(0)] * (len(kinds) + 1))
 
