@@ -243,6 +243,11 @@ def test_wrong_types(smallest: str, override: str, said: str) -> None:
             "mesh.data x mesh.fsdp x mesh.expert (16)",
         ),
         (["eval.every=2"], "eval.every needs held-out rows; set data.eval_path"),
+        (
+            ["eval.samples_every=5"],
+            "eval.samples_every has no effect with eval.num_samples: 0; set eval.num_samples",
+        ),
+        (["eval.max_new_tokens=0"], "eval.max_new_tokens must be at least 1, got 0"),
         (["eval.num_samples=2"], "eval.num_samples needs held-out rows; set data.eval_path"),
         (
             ["data.eval_path=x", "eval.batch_size=3", "mesh.data=2"],
