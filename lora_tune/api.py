@@ -60,7 +60,7 @@ def load_model(
       chat_template: Jinja file used instead of the tokenizer's own chat template.
       scan_layers: run repeated layers under `jax.lax.scan`; False unrolls them.
       param_scan_axis: position of the stack axes in the weights of scanned layers.
-      remat: "full" or "none", see `DecoderOptions`.
+      remat: what layers keep for the backward pass, as `model.remat` of a recipe.
 
     Returns:
       The model, called as `model(tokens, segment_ids=None, positions=None) -> logits [B, T, V]`,

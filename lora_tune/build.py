@@ -104,7 +104,18 @@ def load_weights(model: Decoder, *, mesh: Mesh | None, random_seed: int | None =
     """Returns the abstract model with its checkpoint's weights, or fresh ones from a seed.
 
     Each device receives its own slices; adapters and the step follow this placement.
+
+    Raises:
+      InputError: what `model.remat` asks for cannot be had on these devices, or they do not divide
+        a weight.
     """
+    platform = (jax.devices() if mesh is None else mesh.devices.flat)[0].platform
+    if model.options.remat == "offload" and platform == "cpu":
+        raise InputError(
+            "model.remat=offload keeps what layers need for the backward pass in the host's memory "
+            "instead of the device's, but the device is a cpu, which has no other; use "
+            "model.remat=full, which keeps the same on the device"
+        )
     leaves = bind(model.family, model)
     shardings = None
     if mesh is not None:

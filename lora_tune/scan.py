@@ -6,24 +6,29 @@ layers whose parameters carry a leading (or `scan_axis`-th) stack axis; `apply_s
 stack with `jax.lax.scan`. Stacks nest: a block of runs is itself a stacked module whose call runs
 inner stacks.
 
-Three properties hold, and everything built on this file relies on them:
+Four properties hold, and everything built on this file relies on them:
 
-* A scan body returns only variables that were **not** fed in. Frozen weights are scan inputs and
-  never scan outputs, so they are not stacked a second time; adapters that Qwix creates while the
-  body is traced do leave the scan, stacked, and are written back into the stacked module.
+* A scan body returns only variables that were **not** fed in. Weights are never scan outputs, so
+  they are not stacked a second time; adapters that Qwix creates while the body is traced do leave
+  the scan, stacked, and are written back into the stacked module.
+* Frozen weights stay whole through all nested scans, and the innermost body takes one layer's part
+  by its indices. Sliced level by level, the outer scan would copy a block's weights for the inner.
 * Every layer draws from its own random key, and sibling stacks from different ones.
 * A stack axis is found by its name in a variable's `axes`, never by position.
 """
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import xla_metadata
 
 from lora_tune import sharding
@@ -33,6 +38,14 @@ BLOCK = "block"
 LAYER = "layer"
 """Name of the inner stack axis: one index per layer of a run."""
 STACK_AXES = (BLOCK, LAYER)
+
+MIXED = "mixed"
+"""`checkpoint_name` of what a mixer's heads put out, before its output projection."""
+
+_INPUT = "layer_input"
+
+_STEPS: ContextVar[Mapping[str, jax.Array]] = ContextVar("steps", default=MappingProxyType({}))
+"""In a scan body: the step that each of the scans around it is at, by the name of its axis."""
 
 Call = Callable[[Any, Any, Any], tuple[Any, Any]]
 """`(layer, carry, x) -> (carry, y)`, the body that `apply_stack` runs for each layer."""
@@ -198,6 +211,30 @@ def _is_stacked(axis: str | None) -> Callable[[Any, Any], bool]:
     )
 
 
+def _is_frozen(axis: str | None) -> Callable[[Any, Any], bool]:
+    """Filter for stacked variables that are not adapters, which alone are trained beside them."""
+    stacked = _is_stacked(axis)
+    return lambda path, node: (
+        axis is not None and stacked(path, node) and not isinstance(node, nnx.LoRAParam)
+    )
+
+
+def _at_step(variable: nnx.Variable, steps: Mapping[str, jax.Array]) -> nnx.Variable:
+    """The part of a whole variable at the given steps; the variable itself between two scans."""
+    axes = variable.get_metadata()["axes"]
+    if any(axis in STACK_AXES and axis not in steps for axis in axes):
+        return variable
+    value = variable[...]
+    part = jax.lax.dynamic_slice(
+        value,
+        [steps.get(axis, np.int32(0)) for axis in axes],
+        [1 if axis in steps else size for axis, size in zip(axes, value.shape, strict=True)],
+        allow_negative_indices=False,
+    )
+    part = jax.lax.squeeze(part, [i for i, axis in enumerate(axes) if axis in steps])
+    return variable.replace(part, axes=tuple(axis for axis in axes if axis not in steps))
+
+
 def _take_keys(module: nnx.Module, length: int | None) -> tuple[Any, Any]:
     """Draws one key per stream and layer from a module's live `qwix_rngs`, then detaches them.
 
@@ -214,6 +251,15 @@ def _take_keys(module: nnx.Module, length: int | None) -> tuple[Any, Any]:
 
 
 @contextlib.contextmanager
+def _inside(steps: Mapping[str, jax.Array]) -> Iterator[None]:
+    token = _STEPS.set(steps)
+    try:
+        yield
+    finally:
+        _STEPS.reset(token)
+
+
+@contextlib.contextmanager
 def _barrier(length: int | None) -> Iterator[None]:
     """Keeps a scan of one step a loop in the compiled program, as a scheduling barrier."""
     if length == 1:
@@ -223,11 +269,49 @@ def _barrier(length: int | None) -> Iterator[None]:
         yield
 
 
-def _rematerialise(body: Callable, remat: str, scanned: bool) -> Callable:
-    if remat == "none":
+def _activations(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Policy: keep everything but what takes a layer's weights out of their stack and gathers them.
+
+    Kept, those would be a second copy of all weights, and a copy without shards.
+    """
+    return primitive not in (jax.lax.dynamic_slice_p, jax.lax.squeeze_p, jax.lax.all_gather_p)
+
+
+REMAT: Mapping[str, Callable[..., Any]] = {
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "save_attention": jax.checkpoint_policies.save_only_these_names(MIXED),
+    "none": _activations,
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[_INPUT],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
+}
+"""What is kept of each layer for the backward pass, by the recipe's name: its input; also products
+of activations and weights; also what the mixer's heads put out; everything; its input, on the host.
+"""
+
+
+def _rematerialise(body: Callable, remat: str | None, scanned: bool) -> Callable:
+    if remat is None:
         return body
+
+    def named(carry: Any, inputs: Any) -> Any:
+        return body(checkpoint_name(carry, _INPUT) if remat == "offload" else carry, inputs)
+
     # Inside a scan the loop itself keeps XLA from merging the two forward passes.
-    return jax.checkpoint(body, prevent_cse=not scanned)
+    return jax.checkpoint(named, prevent_cse=not scanned, policy=REMAT[remat])
+
+
+def _unroll(body: Callable, carry: Any, inputs: Any) -> tuple[Any, Any]:
+    """`jax.lax.scan` as straight-line code."""
+    outputs = []
+    for i in range(jax.tree.leaves(inputs)[0].shape[0]):
+        carry, output = body(carry, jax.tree.map(lambda leaf, i=i: leaf[i], inputs))
+        outputs.append(output)
+    return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
 
 
 def _stack_length(stacked: nnx.State, axis: str) -> int:
@@ -244,7 +328,8 @@ def apply_stack(
     axis: str | None,
     xs: Any = None,
     length: int | None = None,
-    remat: str = "none",
+    remat: str | None = None,
+    frozen: bool = False,
     unshard: bool = False,
     scan_axis: int = 0,
 ) -> tuple[Any, Any]:
@@ -259,7 +344,10 @@ def apply_stack(
       axis: name of the stack axis to scan over, or None.
       xs: per-layer inputs, leading axis of the stack's length (none when `axis` is None).
       length: number of steps, where no variable carries the axis.
-      remat: "none", or "full" to keep only each layer's input for the backward pass.
+      remat: what is kept of a layer for the backward pass, a name in `REMAT`; None where that is
+        decided inside, as for a block of stacks.
+      frozen: the variables are not differentiated, but for adapters. Gradients are right in either
+        case; those of frozen variables would be added up in arrays of the whole stack's size.
       unshard: where the trace runs inside a `sharding.manual` region, gather sharded weights by
         hand: a layer's inside the rematerialised body, weights that all steps share before it.
       scan_axis: where the stack axis of a variable born inside the body goes.
@@ -270,23 +358,28 @@ def apply_stack(
     if axis is not None and length is None:
         length = _stack_length(nnx.state(stack, _is_stacked(axis)), axis)
     rngs, keys = _take_keys(stack, length)
-    graphdef, stacked, rest = nnx.split(stack, _is_stacked(axis), ...)
-    known = {path for path, _ in nnx.to_flat_state(stacked)}
-    known |= {path for path, _ in nnx.to_flat_state(rest)}
+    whole_filter = _is_frozen(axis) if frozen else nnx.Nothing()
+    graphdef, whole, stacked, rest = nnx.split(stack, whole_filter, _is_stacked(axis), ...)
+    known = {path for state in (whole, stacked, rest) for path, _ in nnx.to_flat_state(state)}
     if axis is not None:
         stacked = _map_variables(lambda v: _pop_axis(v, axis), stacked)
     if unshard:
         rest = _map_variables(sharding.unshard, rest)
 
-    def body(carry: Any, inputs: tuple[nnx.State, Any, Any]) -> tuple[Any, Any]:
-        weights, keys, x = inputs
+    outer = _STEPS.get()
+
+    def body(carry: Any, inputs: tuple[nnx.State, Any, Any, Any]) -> tuple[Any, Any]:
+        weights, keys, x, step = inputs
+        steps = outer if step is None else {**outer, axis: step}
+        own = _map_variables(lambda v: _at_step(v, steps), whole)
         if unshard:
-            weights = _map_variables(sharding.unshard, weights)
+            weights, own = (_map_variables(sharding.unshard, state) for state in (weights, own))
         # copy: the variables must belong to this trace, not to the caller's.
-        layer = nnx.merge(graphdef, weights, rest, copy=True)
+        layer = nnx.merge(graphdef, own, weights, rest, copy=True)
         if keys is not None:
             layer.set_attributes(qwix_rngs=nnx.Rngs(**keys))
-        carry, y = call(layer, carry, x)
+        with _inside(steps):
+            carry, y = call(layer, carry, x)
         if keys is not None:
             layer.set_attributes(qwix_rngs=None)
         born = [(p, v) for p, v in nnx.to_flat_state(nnx.state(layer)) if p not in known]
@@ -294,10 +387,13 @@ def apply_stack(
 
     body = _rematerialise(body, remat, scanned=axis is not None)
     if axis is None:
-        carry, (born, ys) = body(carry, (stacked, keys, xs))
+        carry, (born, ys) = body(carry, (stacked, keys, xs, None))
     else:
+        # XLA cannot move from loop to loop what an inner one has stacked in the host's memory.
+        run = _unroll if remat == "offload" and outer else jax.lax.scan
+        inputs = (stacked, keys, xs, jnp.arange(length, dtype=jnp.int32))
         with _barrier(length):
-            carry, (born, ys) = jax.lax.scan(body, carry, (stacked, keys, xs), length=length)
+            carry, (born, ys) = run(body, carry, inputs)
         born = _map_variables(lambda v: _push_axis(v, axis, scan_axis), born)
     if jax.tree.leaves(born):
         nnx.update(stack, born)

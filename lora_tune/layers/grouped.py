@@ -8,10 +8,11 @@ belong to one group each, and the blocks are multiplied in one batched product.
 """
 
 import functools
-from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int
 
 _BLOCK = 32
@@ -44,21 +45,48 @@ def _by_platform(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Arra
     )
 
 
-def _by_platform_forward(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> tuple:
-    return _by_platform(x, w, group_sizes), (x, w, group_sizes)
+def _by_platform_forward(x: Any, w: Any, group_sizes: Any) -> tuple:
+    # Keeping x is for dw, which frozen matrices do not need.
+    kept_x = x.value if w.perturbed else None
+    kept_w = w.value if x.perturbed else None
+    sizes = group_sizes.value
+    return _by_platform(x.value, w.value, sizes), (kept_x, kept_w, sizes)
 
 
 def _by_platform_backward(kept: tuple, g: jax.Array) -> tuple:
-    def transposed(dot: Callable) -> Callable:
-        return lambda x, w, sizes, g: jax.vjp(lambda x, w: dot(x, w, sizes), x, w)[1](g)
-
-    dx, dw = jax.lax.platform_dependent(
-        *kept, g, cpu=transposed(_blocked_dot), default=transposed(jax.lax.ragged_dot)
-    )
+    x, w, sizes = kept
+    dx = dw = None
+    if w is not None:
+        dx = jax.lax.platform_dependent(w, sizes, g, cpu=_blocked_dx, default=_ragged_dx)
+    if x is not None:
+        dw = jax.lax.platform_dependent(x, sizes, g, cpu=_blocked_dw, default=_ragged_dw)
     return dx, dw, None
 
 
-_by_platform.defvjp(_by_platform_forward, _by_platform_backward)
+def _ragged_dx(w: jax.Array, sizes: jax.Array, g: jax.Array) -> jax.Array:
+    # On TPU the kernel wants w transposed. Unless its layout is pinned here, XLA asks for the other
+    # one where w comes from, and copies the weights of all layers ahead of the loops.
+    w = with_layout_constraint(w, Layout((0, 1, 2)))
+    x = jax.ShapeDtypeStruct((g.shape[0], w.shape[1]), g.dtype)
+    return jax.linear_transpose(lambda x: jax.lax.ragged_dot(x, w, sizes), x)(g)[0]
+
+
+def _ragged_dw(x: jax.Array, sizes: jax.Array, g: jax.Array) -> jax.Array:
+    w = jax.ShapeDtypeStruct((sizes.shape[0], x.shape[1], g.shape[1]), g.dtype)
+    return jax.linear_transpose(lambda w: jax.lax.ragged_dot(x, w, sizes), w)(g)[0]
+
+
+def _blocked_dx(w: jax.Array, sizes: jax.Array, g: jax.Array) -> jax.Array:
+    x = jnp.zeros((g.shape[0], w.shape[1]), g.dtype)  # its value does not matter
+    return jax.vjp(lambda x: _blocked_dot(x, w, sizes), x)[1](g)[0]
+
+
+def _blocked_dw(x: jax.Array, sizes: jax.Array, g: jax.Array) -> jax.Array:
+    w = jnp.zeros((sizes.shape[0], x.shape[1], g.shape[1]), g.dtype)  # its value does not matter
+    return jax.vjp(lambda w: _blocked_dot(x, w, sizes), w)[1](g)[0]
+
+
+_by_platform.defvjp(_by_platform_forward, _by_platform_backward, symbolic_zeros=True)
 
 
 def _blocked_dot(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:

@@ -134,7 +134,7 @@ class DecoderOptions:
       param_dtype: dtype of the weights.
       scan_layers: run repeated layers as stacks under `jax.lax.scan`; False unrolls them.
       param_scan_axis: position of the stack axes in each weight.
-      remat: "full" keeps only each layer's input for the backward pass, "none" everything.
+      remat: what is kept of each layer for the backward pass, see `scan.REMAT`.
       loss_chunk: number of tokens whose logits exist at a time when targets are given.
     """
 
@@ -146,8 +146,8 @@ class DecoderOptions:
     loss_chunk: int = 512
 
     def __post_init__(self) -> None:
-        if self.remat not in ("full", "none"):
-            raise InputError(f"remat is {self.remat!r}, expected 'full' or 'none'")
+        if self.remat not in scan.REMAT:
+            raise InputError(f"remat is {self.remat!r}, expected one of {', '.join(scan.REMAT)}")
         if self.param_scan_axis < 0 or self.loss_chunk < 1:
             raise InputError(
                 f"expected param_scan_axis >= 0 and loss_chunk >= 1, got {self.param_scan_axis} "
@@ -329,7 +329,9 @@ class Decoder(nnx.Module):
           `[B, T, D]`, and the caches after the call (None for each stack without).
         """
         options, plan = self.options, self.plan
-        common = {"remat": options.remat, "unshard": True, "scan_axis": options.param_scan_axis}
+        adapted = bool(jax.tree.leaves(nnx.state(self, nnx.LoRAParam)))
+        stacked = {"frozen": adapted or caches is not None, "scan_axis": options.param_scan_axis}
+        common = {"remat": options.remat, "unshard": True, **stacked}
 
         def run_stack(stack: Any, h: jax.Array, cache: LayerCache | None, *at: Any) -> Any:
             def run_layer(layer: Any, carry: Any, i: Any) -> tuple[Any, None]:
@@ -375,7 +377,7 @@ class Decoder(nnx.Module):
                 run_block,
                 axis=scan.BLOCK,
                 xs=None if caches is None else jnp.arange(plan.blocks),
-                scan_axis=options.param_scan_axis,
+                **stacked,
             )
         h, suffix = run_stacks(self.suffix, h, tuple(left))
         return h, (*prefix, *inside, *suffix)

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from lora_tune.cache import (
@@ -34,6 +35,7 @@ from lora_tune.layers.norms import GatedRMSNorm, RMSNorm
 from lora_tune.layers.rope import apply_rope, rope_frequencies
 from lora_tune.layers.weights import ONES, Initialiser, uniform, weight
 from lora_tune.models.decoder import Family, LayerInputs
+from lora_tune.scan import MIXED
 
 LINEAR, FULL = "linear_attention", "full_attention"
 Kind = tuple[str, bool]
@@ -303,6 +305,7 @@ class GatedDeltaNet(nnx.Module):
         )
         if entry is not None:
             entry = entry.write(conv=window, state=state)
+        y = checkpoint_name(y, MIXED)
         return self.out_proj(self.norm(y, z).reshape(*heads, -1)), entry
 
     def _split_qkvz(self, packed: jax.Array) -> tuple[jax.Array, ...]:
@@ -397,6 +400,7 @@ class Attention(nnx.Module):
                 key_segment_ids=slots.segment_ids,
                 query_offset=slots.index,
             )
+        y = checkpoint_name(y, MIXED)
         return self.o_proj((y * jax.nn.sigmoid(gate)).reshape(*lead, -1)), entry
 
 

@@ -116,7 +116,7 @@ _FOREIGN: Mapping[str, str] = {
 _MEANINGS: Mapping[str, str] = {
     "data.assistant_only_loss": "true learns only what the assistant says",
     "lora.target_modules": "a list of module names, a regular expression or `all-linear`",
-    "model.remat": "full or none",
+    "model.remat": "full, dots, save_attention, none or offload",
     "train.batch_size": "sequences an optimizer step, over all devices and accumulation steps",
     "train.resume": "auto or never",
 }

@@ -25,8 +25,10 @@ class Model:
     """`random` reads only the configuration and the tokenizer from `path`."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of the base weights and of the computation; adapters are always float32."""
-    remat: Literal["full", "none"] = "full"
-    """`full` recomputes each layer in the backward pass; `none` keeps its activations."""
+    remat: Literal["full", "dots", "save_attention", "none", "offload"] = "full"
+    """What each layer keeps for the backward pass, which recomputes the rest: `full` its input,
+    `dots` also what projections put out, `save_attention` also what the heads of its mixer put
+    out, `none` everything, `offload` its input, in the host's memory. See `docs/memory.md`."""
     scan_layers: bool = True
     """Compile one cycle of layers and scan over it, rather than every layer on its own."""
     param_scan_axis: int = 0

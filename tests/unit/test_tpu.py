@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What XLA makes of the step on a TPU: programs compiled ahead of time for a slice, none run."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from lora_tune import scan
+from lora_tune.layers.weights import NORMAL, weight
+from lora_tune.lora.config import LoraConfig
+from lora_tune.lora.inject import add_lora
+from lora_tune.models import FAMILIES
+from lora_tune.models.decoder import Decoder, DecoderOptions
+from lora_tune.training.state import split_model
+
+pytest.importorskip("libtpu", reason="compiling for a TPU needs libtpu: pip install '.[test]'")
+tpu_memory = pytest.importorskip("tpu_memory")
+
+SLICE = "v5:2x2x1"
+# Qwen3-Next in small: five blocks of three linear layers and one full-attention layer, 28 experts
+# on four chips. No other size is 5 or 7.
+BLOCKS, EXPERTS, CHIPS = 5, 28, 4
+CONFIG = {
+    "vocab_size": 256,
+    "hidden_size": 256,
+    "num_hidden_layers": 4 * BLOCKS,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 128,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+}
+# These make no buffer of their own.
+PASSIVE = {"parameter", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call"}
+
+
+@pytest.fixture(scope="module")
+def step():
+    """The model, and the compiled text of its training step."""
+    family = FAMILIES["qwen3_next"]
+    options = DecoderOptions(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    model = Decoder(family, family.read_config(CONFIG), options)
+    model = add_lora(model, LoraConfig(r=8, lora_alpha=8))
+    mesh = tpu_memory.topology_mesh(SLICE, expert=CHIPS)
+    return model, tpu_memory.trace_step(model, mesh, length=128).lower().compile().as_text()
+
+
+def buffers(hlo):
+    """(operation, shape, instruction) of everything that the program puts in its main memory."""
+    fused = False
+    for line in hlo.splitlines():
+        if line.endswith("{"):
+            fused = "fused" in line.split("(")[0]
+        found = re.match(r"\s+(?:ROOT )?%\S+ = (.*?)\s([a-z][\w-]*)\(", line)
+        if found is None or fused or found[2] in PASSIVE:
+            continue
+        arrays = re.findall(r"\w+\[([\d,]*)\](\{[^}]*\})?", found[1])
+        # The other results of `copy-start` are its operand and a flag.
+        for dims, layout in arrays[:1] if found[2].endswith("-start") else arrays:
+            if "S(1)" not in layout:  # vector memory, where small weights are fetched ahead
+                yield found[2], tuple(map(int, filter(None, dims.split(",")))), line.strip()[:200]
+
+
+@pytest.mark.slow
+def test_no_buffer_holds_the_experts_of_all_blocks(step):
+    _, hlo = step
+    shapes = [shape for _, shape, _ in buffers(hlo)]
+    local = EXPERTS // CHIPS
+    assert any(local in shape for shape in shapes)  # one layer's experts
+    assert any(BLOCKS in shape for shape in shapes)  # saved inputs of all blocks
+    assert not [b for b in buffers(hlo) if BLOCKS in b[1] and local in b[1]]
+
+
+@pytest.mark.slow
+def test_no_frozen_stack_is_copied_whole(step):
+    model, hlo = step
+    split = split_model(model)
+    stacks = set()
+    for name, value in split.frozen.items():
+        axes, shape = split.axes[name], value.shape
+        if axes[0] == scan.BLOCK:
+            local = (n // CHIPS if a == "expert" else n for n, a in zip(shape, axes, strict=True))
+            stacks.add(tuple(sorted(n for n in local if n > 1)))
+    assert len(stacks) > 5
+    copies = [b for b in buffers(hlo) if re.match(r"copy|transpose", b[0])]
+    assert copies
+    assert not [c for c in copies if tuple(sorted(n for n in c[1] if n > 1)) in stacks]
+
+
+@pytest.mark.slow
+def test_frozen_experts_get_no_gradient(step):
+    """Of nine products a layer, backward included, three are those of dw."""
+    _, hlo = step
+    grouped = [line for op, _, line in buffers(hlo) if op == "custom-call" and "ragged-dot" in line]
+    # For each of two bodies: three forward; three recomputed and three of dx going back.
+    assert len(grouped) == 2 * (3 + 3 + 3)
+
+
+class Toy(nnx.Module):
+    """`h <- tanh(h @ kernel) + h`."""
+
+    def __init__(self):
+        self.kernel = weight((256, 256), jnp.bfloat16, axes=("embed", "mlp"), init=NORMAL)
+
+    def __call__(self, h):
+        return jnp.tanh(h @ self.kernel[...]) + h
+
+
+class Block(nnx.Module):
+    def __init__(self, runs):
+        self.runs = nnx.List(runs)
+
+
+def compile_toy(remat):
+    """The gradient of three blocks of a run of two layers and a run of one, on `[4096, 256]`."""
+    runs = [scan.create_stack(Toy(), length=n, axis=scan.LAYER) for n in (2, 1)]
+    graphdef, state = nnx.split(scan.create_stack(Block(runs), length=3, axis=scan.BLOCK))
+
+    def run_block(block, h, _):
+        for run in block.runs:
+            h, _ = scan.apply_stack(
+                run, h, lambda toy, h, _: (toy(h), None), axis=scan.LAYER, remat=remat
+            )
+        return h, None
+
+    def loss(state, h):
+        h, _ = scan.apply_stack(nnx.merge(graphdef, state), h, run_block, axis=scan.BLOCK)
+        return jnp.sum(h.astype(jnp.float32))
+
+    mesh = tpu_memory.topology_mesh("v5:2x2x1")
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    args = (state, jax.ShapeDtypeStruct((4096, 256), jnp.bfloat16))
+    return jax.jit(jax.grad(loss), in_shardings=place).lower(*args).compile()
+
+
+def loops(hlo):
+    lines = [line for line in hlo.splitlines() if re.search(r" while\(", line)]
+    return len(lines), sum("skip-simplify-while-loops_trip-count-one" in line for line in lines)
+
+
+def test_a_run_of_one_layer_stays_a_loop_in_both_directions():
+    # Forward and backward: the blocks, the run of two, the run of one.
+    assert loops(compile_toy("full").as_text()) == (6, 2)
+
+
+def test_offload_keeps_layer_inputs_in_the_memory_of_the_host():
+    kept = 3 * (2 + 1) * math.prod((4096, 256)) * 2
+    on_device = compile_toy("full").memory_analysis()
+    assert on_device.host_temp_size_in_bytes == 0
+    offloaded = compile_toy("offload").memory_analysis()
+    assert offloaded.host_temp_size_in_bytes == kept
+    assert offloaded.temp_size_in_bytes < on_device.temp_size_in_bytes
