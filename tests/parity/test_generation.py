@@ -119,6 +119,7 @@ def nine_layers(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return model, words, read_theirs(folder)
 
 
+@pytest.mark.slow
 def test_greedy_answers_of_one_batch(nine_layers: Any) -> None:
     model, _, theirs = nine_layers
     wanted = [their_answer(theirs, prompt) for prompt in PROMPTS]
@@ -145,6 +146,7 @@ def three_layers(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return write_checkpoint(folder, num_hidden_layers=3, layer_types=kinds, mlp_only_layers=[2])
 
 
+@pytest.mark.slow
 def test_a_long_prompt_read_in_chunks(three_layers: Any) -> None:
     theirs = read_theirs(three_layers)
     prompts = [random_tokens(600, seed=3).tolist(), [7]]
@@ -153,6 +155,7 @@ def test_a_long_prompt_read_in_chunks(three_layers: Any) -> None:
     assert our_answers(model, prompts, stop_ids=[]) == wanted
 
 
+@pytest.mark.slow
 def test_greedy_answers_with_an_adapter(three_layers: Any, tmp_path: Any) -> None:
     """Every kind of projection adapted; we read the adapter back, on their side is peft."""
     model, _ = lora_tune.load_model(three_layers, dtype="float32")

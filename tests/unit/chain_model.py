@@ -52,19 +52,24 @@ class Chain(nnx.Module):
         return logits, {"hash": hashes[-1], "slots": slots}
 
 
-def by_hand(
-    prompt: list[int], table: np.ndarray, *, new: int, stops: tuple[int, ...] = ()
-) -> list[int]:
+def state_after(prompt: list[int]) -> int:
+    """The row of the table that gives the logits of the next token."""
     state = 0
     for token in prompt:
         state = (state * 31 + token + 1) % STATES
+    return state
+
+
+def by_hand(
+    prompt: list[int], table: np.ndarray, *, new: int, stops: tuple[int, ...] = ()
+) -> list[int]:
+    """The greedy answer."""
     answer: list[int] = []
     while len(answer) < new:
-        token = int(table[state].argmax())
+        token = int(table[state_after([*prompt, *answer])].argmax())
         if token in stops:
             break
         answer.append(token)
-        state = (state * 31 + token + 1) % STATES
     return answer
 
 

@@ -11,7 +11,7 @@ import chat_tokenizers
 import jax
 import numpy as np
 import pytest
-from chain_model import FED, TRACED, VOCAB, Chain, by_hand, random_prompts
+from chain_model import FED, TRACED, VOCAB, Chain, by_hand, random_prompts, state_after
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
@@ -177,10 +177,7 @@ def test_draws_follow_the_model(model: Any, table: np.ndarray) -> None:
     [prompt] = random_prompts(3)
     drawn = complete(model, [prompt] * 2000, sampling=WARM, max_new_tokens=1)
     counts = np.bincount([answer[0] for answer in drawn], minlength=VOCAB)
-    state = 0
-    for token in prompt:
-        state = (state * 31 + token + 1) % STATES
-    expected = np.exp(table[state])
+    expected = np.exp(table[state_after(prompt)])
     expected *= 2000 / expected.sum()
     # Tokens too rare to count alone are counted together.
     rare = expected < 5
@@ -199,16 +196,12 @@ def test_repetition_penalty_sees_prompt_and_answer_but_no_padding(
     sampling = make_sampling(repetition_penalty=1e6)
     found = complete(model, prompts, sampling=sampling, max_new_tokens=60)
     for prompt, answer in zip(prompts, found, strict=True):
-        scores, seen, state = table.copy(), set(prompt), 0
-        for token in prompt:
-            state = (state * 31 + token + 1) % STATES
+        seen = list(prompt)
         for token in answer:
-            row = scores[state].copy()
-            listed = sorted(seen)
-            row[listed] = np.where(row[listed] < 0, row[listed] * 1e6, row[listed] / 1e6)
-            assert token == row.argmax()
-            seen.add(token)
-            state = (state * 31 + token + 1) % STATES
+            scores = table[state_after(seen)].copy()
+            scores[seen] = np.where(scores[seen] < 0, scores[seen] * 1e6, scores[seen] / 1e6)
+            assert token == scores.argmax()
+            seen.append(token)
 
 
 # --- generate: prompts and answers in every form
