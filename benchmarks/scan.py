@@ -2,7 +2,7 @@
 """What depth costs: the training step, nested scans against unrolled layers, at a fixed width.
 
 Every program is the real step of a Qwen3-Next with adapters, data parallel, compiled for TPU chips
-without one (`pip install 'jax[tpu]'`), or with `--cpu` for this machine. Seconds are of this machine;
+without one (`pip install 'jax[tpu]'`), or with `--cpu` for this one. Seconds are of this machine;
 bytes are the compiler's, on one chip: temp as it allots it, and peak, the most in use at one time
 beside the arguments (TPU only). Behind both, what a layer adds over the line above, in saved layer
 inputs: one is the least that recomputing layers can take.
