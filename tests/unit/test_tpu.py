@@ -23,11 +23,11 @@ tpu_memory = pytest.importorskip("tpu_memory")
 SLICE = "v5:2x2x1"
 # Qwen3-Next in small: five blocks of three linear layers and one full-attention layer, 28 experts
 # on four chips. No other size is 5 or 7.
-BLOCKS, EXPERTS, CHIPS = 5, 28, 4
+BLOCKS, RUN, EXPERTS, CHIPS = 5, 3, 28, 4
 CONFIG = {
     "vocab_size": 256,
     "hidden_size": 256,
-    "num_hidden_layers": 4 * BLOCKS,
+    "num_hidden_layers": (RUN + 1) * BLOCKS,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "head_dim": 128,
@@ -72,13 +72,14 @@ def buffers(hlo):
 
 
 @pytest.mark.slow
-def test_no_buffer_holds_the_experts_of_all_blocks(step):
+@pytest.mark.parametrize("layers", [BLOCKS, RUN], ids=["all blocks", "a run"])
+def test_no_buffer_holds_the_experts_of_more_than_a_layer(step, layers):
     _, hlo = step
     shapes = [shape for _, shape, _ in buffers(hlo)]
     local = EXPERTS // CHIPS
     assert any(local in shape for shape in shapes)  # one layer's experts
-    assert any(BLOCKS in shape for shape in shapes)  # saved inputs of all blocks
-    assert not [b for b in buffers(hlo) if BLOCKS in b[1] and local in b[1]]
+    assert any(layers in shape for shape in shapes)  # saved inputs
+    assert not [b for b in buffers(hlo) if layers in b[1] and local in b[1]]
 
 
 @pytest.mark.slow
@@ -88,7 +89,8 @@ def test_no_frozen_stack_is_copied_whole(step):
     stacks = set()
     for name, value in split.frozen.items():
         axes, shape = split.axes[name], value.shape
-        if axes[0] == scan.BLOCK:
+        # Vectors and the thinnest matrices are a few kilobytes: their layout may be changed.
+        if axes[0] == scan.BLOCK and min(shape[-2:]) >= 64:
             local = (n // CHIPS if a == "expert" else n for n, a in zip(shape, axes, strict=True))
             stacks.add(tuple(sorted(n for n in local if n > 1)))
     assert len(stacks) > 5
@@ -99,11 +101,12 @@ def test_no_frozen_stack_is_copied_whole(step):
 
 @pytest.mark.slow
 def test_frozen_experts_get_no_gradient(step):
-    """Of nine products a layer, backward included, three are those of dw."""
     _, hlo = step
-    grouped = [line for op, _, line in buffers(hlo) if op == "custom-call" and "ragged-dot" in line]
-    # For each of two bodies: three forward; three recomputed and three of dx going back.
-    assert len(grouped) == 2 * (3 + 3 + 3)
+    kernels = [b for b in buffers(hlo) if b[0] == "custom-call" and "ragged-dot" in b[2]]
+    products = [shape for _, shape, _ in kernels if len(shape) > 1]  # others are tables of groups
+    # In each of two bodies: three forward; three recomputed and three of dx going back.
+    assert len(products) == 2 * (3 + 3 + 3)
+    assert all(len(shape) == 2 for shape in products)  # rows; dw would be [experts, in, out]
 
 
 class Toy(nnx.Module):
