@@ -200,7 +200,9 @@ def _padded(stop_ids: Sequence[int]) -> np.ndarray:
     return padded
 
 
-def complete(graphdef: Any, weights: Weights, prompts: Sequence[Sequence[int]], **options: Any):
+def complete(
+    graphdef: Any, weights: Weights, prompts: Sequence[Sequence[int]], **options: Any
+) -> list[list[int]]:
     """The answers of `steps`, as one list of token ids a prompt."""
     answers: list[list[int]] = [[] for _ in prompts]
     for found in steps(graphdef, weights, prompts, **options):
