@@ -147,6 +147,21 @@ def test_gradients_by_scan_and_by_loop_are_the_same(name):
     cases.assert_close(actual, expected, 1e-5)
 
 
+def test_depth_does_not_make_the_program_longer():
+    def lines(layers: int) -> int:
+        model = cases.abstract(**cycle(4, -1, layers), mlp_only_layers=[])
+        graphdef, state = nnx.split(model)
+
+        def loss(state: Any, tokens: jax.Array) -> jax.Array:
+            nll, _ = nnx.merge(graphdef, state)(tokens, targets=tokens)
+            return jnp.sum(nll)
+
+        tokens = jax.ShapeDtypeStruct((1, 8), jnp.int32)
+        return len(jax.jit(jax.grad(loss)).lower(state, tokens).as_text().splitlines())
+
+    assert lines(48) == lines(8)
+
+
 @pytest.mark.parametrize("offset", [4, -5, "last", True])
 def test_an_offset_outside_the_cycle_is_refused(offset):
     with pytest.raises(InputError, match=r"full_attention_layer_offset is .* -4 to 3"):
