@@ -25,7 +25,7 @@ from lora_tune.hf import peft, save
 from lora_tune.hf.folder import check_replaceable, check_writable, replace_file
 from lora_tune.hf.load import ignored_tensors
 from lora_tune.hf.table import bind
-from lora_tune.lora.inject import AdapterRow, adapter_table
+from lora_tune.lora.inject import AdapterRow, adapter_table, b_norms
 from lora_tune.models.decoder import Decoder
 from lora_tune.recipe import schema
 from lora_tune.training import loop
@@ -109,6 +109,7 @@ class _Run:
         self.family, self.origin = model.family, model.origin
         self.table = () if recipe.lora is None else adapter_table(model, model.adapter.config)
         self.lora = None if recipe.lora is None else model.adapter.config
+        self.adapter_norms = None if self.lora is None else b_norms(model, self.lora)
         self.split = split_model(model)
         self.total_steps = _total_steps(recipe, data)
 
@@ -146,7 +147,7 @@ class _Run:
                 eval_every=recipe.eval.every,
                 sample_fn=self._sampler(),
                 sample_every=recipe.eval.samples_every,
-                adapter_norms=None if recipe.lora is None else self._adapter_norms,
+                adapter_norms=self.adapter_norms,
             )
             adapter = merged = None
             if outcome.interrupted is None:
@@ -209,14 +210,6 @@ class _Run:
         if self.data.held_out is None:
             return None
         return build.make_evaluation(self.recipe, self.split, self.data.held_out, self.mesh)
-
-    def _adapter_norms(self, trainable: Weights) -> dict[str, float]:
-        norms = {
-            name: jnp.linalg.norm(array.ravel())
-            for name, array in trainable.items()
-            if name.endswith("kernel_lora_b")
-        }
-        return {name: float(value) for name, value in jax.device_get(norms).items()}
 
     def _introduce(self, metrics: MetricsLog, start: int) -> None:
         report = self.data.train.report

@@ -9,7 +9,7 @@ copied nor re-stacked, and two adapters can share one base.
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import jax
@@ -27,7 +27,8 @@ from lora_tune.lora.targets import StackTarget, adaptable_modules, resolve, stac
 from lora_tune.models.initial import draw_leaf
 from lora_tune.sharding import named_sharding
 
-KERNEL, LORA_A, LORA_SCALE = "kernel", "kernel_lora_a", "kernel_lora_scale"
+KERNEL, LORA_A, LORA_B = "kernel", "kernel_lora_a", "kernel_lora_b"
+LORA_SCALE = "kernel_lora_scale"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -186,6 +187,34 @@ def adapter_table(model: Any, config: LoraConfig) -> tuple[AdapterRow, ...]:
     leaves = bind(model.family, model)
     stacks = adapted_stacks(leaves, config)
     return tuple(row for leaf in leaves if leaf.path in stacks for row in _rows(leaf, stacks))
+
+
+def b_norms(model: Any, config: LoraConfig) -> Callable[[Mapping[str, Any]], dict[str, float]]:
+    """Measures how far adapters have moved: `weights by path -> {module of a layer: norm of B}`.
+
+    Every layer counts on its own, so that one that learns nothing cannot hide in its stack; the
+    experts of a layer count together, since rare ones may wait long for their first token.
+    """
+    leaves = {leaf.path: leaf for leaf in bind(model.family, model)}
+    adapters = dict(nnx.to_flat_state(nnx.state(model, adapter_filter)))
+    kept: dict[str, tuple[int, ...]] = {}
+    modules: dict[tuple[str, tuple[int, ...]], str] = {}
+    for path, stack in adapted_stacks(leaves.values(), config).items():
+        b_path = (*path[:-1], LORA_B)
+        name = "/".join(map(str, b_path))
+        kept[name] = adapter_leaf(leaves[path], adapters[b_path]).stack_axes[: stack.ranks.ndim]
+        for cell in zip(*np.nonzero(stack.ranks), strict=True):
+            modules[name, cell] = module_name(np.atleast_1d(leaves[path].names[cell])[0])
+
+    def measure(weights: Mapping[str, Any]) -> dict[str, float]:
+        norms = {}
+        for name, axes in kept.items():
+            others = tuple(i for i in range(weights[name].ndim) if i not in axes)
+            norms[name] = jnp.sqrt(jnp.sum(jnp.square(weights[name]), axis=others))
+        norms = jax.device_get(norms)
+        return {module: float(norms[name][cell]) for (name, cell), module in modules.items()}
+
+    return measure
 
 
 def _rows(leaf: Leaf, stacks: Mapping[Path, StackTarget]) -> Iterable[AdapterRow]:

@@ -16,7 +16,7 @@ from lora_tune import sharding
 from lora_tune.errors import InputError
 from lora_tune.hf.table import bind, module_name
 from lora_tune.lora.config import LoraConfig
-from lora_tune.lora.inject import add_lora
+from lora_tune.lora.inject import add_lora, b_norms
 from lora_tune.lora.provider import LoRAScale
 from lora_tune.models.decoder import DecoderOptions
 from lora_tune.training.state import split_model, unflatten
@@ -33,6 +33,7 @@ PER_LAYER = {
     cases.FULL: [f"self_attn.{name}_proj" for name in "qkvo"],
 }
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+EXPERTS = ("experts.0.", "shared_expert.")
 
 
 def expected_modules():
@@ -357,6 +358,28 @@ def test_dropout_follows_from_the_key():
         losses.append(float(step(trainable, optimizer.init(trainable), seed)[2]["loss"]))
     assert losses[0] == losses[1]
     assert losses[0] != losses[2]
+
+
+@pytest.mark.parametrize("scan_axis", [0, 1])
+def test_a_layer_that_learns_nothing_does_not_hide_in_its_stack(scan_axis):
+    config = LoraConfig(r=2, target_modules=["q_proj", "up_proj"], layers_to_transform=[0, 3, 6, 7])
+    options = DecoderOptions(param_scan_axis=scan_axis)
+    model = cases.make(options, lora=config, **LAYERS)
+    weights = split_model(model).trainable
+    measure = b_norms(model, config)
+    moved = measure(weights)
+    experts = [f"model.layers.{i}.mlp.{part}up_proj" for i in (3, 6, 7) for part in EXPERTS]
+    attention = [f"model.layers.{i}.self_attn.q_proj" for i in (0, 3, 6)]
+    assert set(moved) == {*experts, *attention, "model.layers.0.mlp.up_proj"}
+    assert all(norm > 0 for norm in moved.values())
+    for name, array in cases.by_name(model, weights).items():
+        if name == ("model.layers.6.self_attn.q_proj.weight", "kernel_lora_b"):
+            assert moved[name[0].removesuffix(".weight")] == pytest.approx(np.linalg.norm(array))
+    (name,) = [n for n in weights if n.endswith("self_attn/q_proj/kernel_lora_b") and "blocks" in n]
+    axes = split_model(model).axes[name]
+    second = tuple(1 if axis == "block" else slice(None) for axis in axes)
+    still = measure({**weights, name: weights[name].at[second].set(0.0)})
+    assert [module for module, norm in still.items() if norm == 0] == [attention[-1]]
 
 
 def draws(f, *args):
