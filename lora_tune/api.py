@@ -117,6 +117,8 @@ def load_run(folder: str | Path, overrides: Sequence[str] = ()) -> tuple[Decoder
     if not (folder / "recipe.yaml").is_file():
         raise InputError(f"{folder} is no run folder: there is no recipe.yaml in it")
     recipe = recipes.load(str(folder / "recipe.yaml"), overrides)
+    # What training kept for its backward pass is of no use here, and not every device can do it.
+    recipe = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, remat="full"))
     adapter, merged = folder / "adapter", folder / "merged"
     if not adapter.is_dir() and not merged.is_dir():
         raise InputError(

@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -242,7 +243,11 @@ class _Run:
         if held_out is None or section.num_samples == 0:
             return None
         decode = functools.partial(decode_text, self.tokenizer)
-        pairs = [_question(held_out[i]) for i in range(min(section.num_samples, len(held_out)))]
+        # Texts, and pieces of a conversation that begin within an answer, ask nothing.
+        asking = (held_out[i] for i in range(len(held_out)) if not held_out[i].mask[0])
+        pairs = [_question(example) for example in itertools.islice(asking, section.num_samples)]
+        if not pairs:
+            return None
         prompts = [prompt for prompt, _ in pairs]
         options = {
             "max_new_tokens": section.max_new_tokens,
@@ -315,7 +320,7 @@ def _question(example: Any) -> tuple[list[int], list[int]]:
     first = int(np.argmax(example.mask))
     after = np.flatnonzero(~example.mask[first:])
     last = len(example.mask) if not after.size else first + int(after[0])
-    return example.tokens[: max(first, 1)].tolist(), example.tokens[first:last].tolist()
+    return example.tokens[:first].tolist(), example.tokens[first:last].tolist()
 
 
 def _write_table(table: Sequence[AdapterRow], path: Path) -> None:

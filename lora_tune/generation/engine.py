@@ -108,7 +108,8 @@ def program_of(graphdef: Any, place: Sharding) -> Program:
 def place_of(weights: Weights) -> Sharding:
     """Where the weights lie: their device, or replicated all over their mesh.
 
-    What goes from step to step is small, and if it lies at one place, a step is compiled once.
+    What goes from step to step lies at one place, so that a step is compiled once. On a mesh every
+    device holds the whole cache and computes all rows.
     """
     found = [array.sharding for array in weights.values()]
     for sharding in found:

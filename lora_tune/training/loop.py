@@ -144,7 +144,8 @@ def run(
 
             last, stopped = step == total_steps, stop.name
             evaluating = last or _every(eval_every, step)
-            sampling = last or _every(sample_every, step)
+            # Whoever asked the run to stop does not wait for answers.
+            sampling = last or (stopped is None and _every(sample_every, step))
             saving = last or stopped is not None or checkpoints.due(step)
             log.add(step, out)
             log.settle(all_steps=evaluating or sampling or saving or step == start_step + 1)

@@ -166,3 +166,10 @@ def test_depth_does_not_make_the_program_longer():
 def test_an_offset_outside_the_cycle_is_refused(offset):
     with pytest.raises(InputError, match=r"full_attention_layer_offset is .* -4 to 3"):
         cases.abstract(**cycle(4, offset, 8))
+
+
+def test_an_offset_that_contradicts_the_list_is_refused():
+    listed = {**cycle(4, 0, 8), **spelled("LLLF" * 2)}
+    with pytest.raises(InputError, match="layer_types puts full attention elsewhere"):
+        cases.abstract(**listed)
+    cases.abstract(**listed | {"full_attention_layer_offset": -1})

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configuration of Qwen3-Next: `config.json` read, checked, and made fit for others."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from lora_tune.errors import InputError
+
+LINEAR, FULL = "linear_attention", "full_attention"
+Kind = tuple[str, bool]
+"""(mixer, whether the feed-forward is a mixture of experts)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Qwen3NextConfig:
+    """The fields of `config.json` that shape the text model, under their own names."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    rope_theta: float
+    partial_rotary_factor: float
+    linear_conv_kernel_dim: int
+    linear_key_head_dim: int
+    linear_value_head_dim: int
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    decoder_sparse_step: int
+    moe_intermediate_size: int
+    shared_expert_intermediate_size: int
+    num_experts_per_tok: int
+    num_experts: int
+    norm_topk_prob: bool
+    mlp_only_layers: tuple[int, ...]
+    layer_types: tuple[str, ...]
+
+    def layer_kinds(self) -> tuple[Kind, ...]:
+        """The kind of every layer; equal kinds have equal parameter trees."""
+        return tuple((mixer, self._is_sparse(i)) for i, mixer in enumerate(self.layer_types))
+
+    def _is_sparse(self, i: int) -> bool:
+        on_step = self.num_experts > 0 and (i + 1) % self.decoder_sparse_step == 0
+        return on_step and i not in self.mlp_only_layers
+
+
+_DEFAULTS: Mapping[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "decoder_sparse_step": 1,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts_per_tok": 10,
+    "num_experts": 512,
+    "norm_topk_prob": True,
+}
+"""What transformers assumes for a field that `config.json` leaves out."""
+
+_MOST: Mapping[str, int] = {"num_hidden_layers": 500, "num_experts": 4096}
+"""Far above any model there is; planning for what a slip of the pen asks for would take hours."""
+
+_ONLY: Mapping[str, Sequence[Any]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "attention_dropout": (0, 0.0),
+    "quantization_config": (None,),
+    "rope_scaling": (None,),
+}
+"""Fields that may ask for something these layers do not do, and the values that do not."""
+
+
+def read_config(hf: Mapping[str, Any]) -> Qwen3NextConfig:
+    """Reads a Hugging Face `config.json`.
+
+    Raises:
+      InputError: naming every field that is of the wrong type, contradictory, or asks for a
+        feature that the layers lack.
+    """
+    values = {name: hf.get(name, default) for name, default in _DEFAULTS.items()}
+    problems = [*_value_problems(values), *_shape_problems(hf)]
+    problems += [
+        f"{name}={hf[name]!r} is not supported (only {' or '.join(map(repr, allowed))})"
+        for name, allowed in _ONLY.items()
+        if name in hf and hf[name] not in allowed
+    ]
+    if problems:
+        raise InputError("config.json (qwen3_next): " + "; ".join(problems))
+    rope = _rope(hf)
+    config = Qwen3NextConfig(
+        **values,
+        rope_theta=float(rope["rope_theta"]),
+        partial_rotary_factor=float(rope["partial_rotary_factor"]),
+        mlp_only_layers=tuple(hf.get("mlp_only_layers") or ()),
+        layer_types=_layer_types(hf, values["num_hidden_layers"]),
+    )
+    _check_sizes(config)
+    return config
+
+
+def _value_problems(values: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with the fields that are one number or one truth value."""
+    for name, default in _DEFAULTS.items():
+        value, least = values[name], 0 if name.startswith("num_experts") else 1
+        if not _has_type_of(value, default):
+            yield f"{name} is {value!r}, expected {type(default).__name__}"
+        elif type(default) is int and value < least:
+            yield f"{name} is {value}, expected at least {least}"
+        elif value > _MOST.get(name, value):
+            yield f"{name} is {value}, expected at most {_MOST[name]}"
+
+
+def _shape_problems(hf: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with the fields that say which layer is what, and with rope."""
+    interval, offset = _cycle(hf)
+    if not _has_type_of(interval, 1) or interval < 1:
+        yield f"full_attention_interval is {interval!r}, expected a number of layers"
+    elif not _has_type_of(offset, 1) or not -interval <= offset < interval:
+        yield (
+            f"full_attention_layer_offset is {offset!r}, expected a place in a cycle of {interval} "
+            f"layers, {-interval} to {interval - 1}"
+        )
+    for name, kind in (("layer_types", str), ("mlp_only_layers", int)):
+        value = hf.get(name)
+        is_list = isinstance(value, Sequence) and not isinstance(value, str)
+        if value is not None and not (is_list and all(type(item) is kind for item in value)):
+            yield f"{name} is {value!r}, expected a list of {kind.__name__}"
+    if not isinstance(hf.get("rope_parameters") or {}, Mapping):
+        yield f"rope_parameters is {hf['rope_parameters']!r}, expected an object"
+        return
+    rope = _rope(hf)
+    if rope.get("rope_type", "default") != "default":
+        yield f"rope_parameters.rope_type={rope['rope_type']!r} is not supported"
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if not _has_type_of(rope[name], 1.0) or rope[name] <= 0:
+            yield f"{name} is {rope[name]!r}, expected a number above 0"
+
+
+def _rope(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The rope fields; transformers 5 moved them from the top into `rope_parameters`."""
+    top = {
+        "rope_theta": hf.get("rope_theta", 10000.0),
+        "partial_rotary_factor": hf.get("partial_rotary_factor", 0.25),
+    }
+    return top | dict(hf.get("rope_parameters") or {})
+
+
+def _has_type_of(value: Any, example: Any) -> bool:
+    if isinstance(example, bool) or isinstance(value, bool):
+        return type(value) is type(example)
+    return isinstance(value, (int, float) if isinstance(example, float) else int)
+
+
+def _layer_types(hf: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
+    interval, offset = _cycle(hf)
+    place = offset % interval
+    by_cycle = tuple(FULL if i % interval == place else LINEAR for i in range(num_layers))
+    if hf.get("layer_types") is None:
+        return by_cycle
+    listed = tuple(hf["layer_types"])
+    if "full_attention_layer_offset" in hf and listed != by_cycle:
+        raise InputError(
+            f"config.json (qwen3_next): full_attention_layer_offset is {offset}, but layer_types "
+            "puts full attention elsewhere; leave out one of them"
+        )
+    return listed
+
+
+def _cycle(hf: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Layers in a cycle, and which of them has full attention (our own field; default the last)."""
+    return hf.get("full_attention_interval", 4), hf.get("full_attention_layer_offset", -1)
+
+
+def portable_config(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """`config.json` as others must read it: transformers knows layer types, but no offset."""
+    if "full_attention_layer_offset" not in hf:
+        return dict(hf)
+    rest = {name: value for name, value in hf.items() if name != "full_attention_layer_offset"}
+    return {**rest, "layer_types": list(read_config(hf).layer_types)}
+
+
+def _check_sizes(c: Qwen3NextConfig) -> None:
+    rotary_dim = int(c.head_dim * c.partial_rotary_factor)
+    rules = [
+        (
+            len(c.layer_types) == c.num_hidden_layers,
+            f"layer_types lists {len(c.layer_types)} layers, num_hidden_layers is "
+            f"{c.num_hidden_layers}",
+        ),
+        (
+            set(c.layer_types) <= {LINEAR, FULL},
+            f"layer_types may hold {LINEAR!r} and {FULL!r}, got {sorted(set(c.layer_types))}",
+        ),
+        (
+            c.num_attention_heads % c.num_key_value_heads == 0,
+            "num_attention_heads must be a multiple of num_key_value_heads",
+        ),
+        (
+            rotary_dim > 0 and rotary_dim % 2 == 0,
+            f"head_dim ({c.head_dim}) times partial_rotary_factor ({c.partial_rotary_factor}) is "
+            f"{rotary_dim}, expected an even number above 0",
+        ),
+        (
+            c.linear_num_value_heads % c.linear_num_key_heads == 0,
+            "linear_num_value_heads must be a multiple of linear_num_key_heads",
+        ),
+        (
+            c.num_experts == 0 or 0 < c.num_experts_per_tok <= c.num_experts,
+            "num_experts_per_tok must be between 1 and num_experts",
+        ),
+    ]
+    problems = [text for holds, text in rules if not holds]
+    if problems:
+        raise InputError("config.json (qwen3_next): " + "; ".join(problems))
