@@ -1,6 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one exception type that reports a mistake in what the user gave us."""
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+_SHOWN = 5
+
 
 class InputError(ValueError):
     """Bad user input; its text is one sentence that says what, where and what to do."""
+
+
+def short(value: Any) -> str:
+    """The value as it is shown in a sentence."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+class Problems:
+    """Collects what is wrong with many things, to say it once with the first few.
+
+    `head` says after their number what the things are and what cannot be done with them.
+    """
+
+    def __init__(self, head: str) -> None:
+        self._head, self._count, self._shown = head, 0, list[str]()
+
+    def add(self, message: str) -> None:
+        """Takes one sentence."""
+        self._count += 1
+        if len(self._shown) < _SHOWN:
+            self._shown.append(message)
+
+    @contextlib.contextmanager
+    def collected(self) -> Iterator[None]:
+        """Takes the InputError that is raised inside."""
+        try:
+            yield
+        except InputError as error:
+            self.add(str(error))
+
+    def raise_if_any(self) -> None:
+        """Raises InputError with all that was taken."""
+        if self._count == 1:
+            raise InputError(self._shown[0])
+        if self._count:
+            more = "" if self._count <= _SHOWN else f"; and {self._count - _SHOWN} more"
+            raise InputError(f"{self._count} {self._head}: {'; '.join(self._shown)}{more}")

@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from lora_tune.errors import InputError
+from lora_tune.errors import InputError, short
 
 ROLES = ("system", "user", "assistant", "tool")
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
@@ -22,14 +22,14 @@ def messages(value: Any, *, where: str) -> list[Message]:
     object, so that a template encodes them exactly once.
     """
     if not isinstance(value, list) or not value:
-        raise InputError(f"{where}: expected a non-empty list of messages, got {_short(value)}")
+        raise InputError(f"{where}: expected a non-empty list of messages, got {short(value)}")
     return [_message(item, where=f"{where}, message {i}") for i, item in enumerate(value)]
 
 
 def _message(value: Any, *, where: str) -> Message:
     if not isinstance(value, Mapping) or not {"role", "from"} & value.keys():
         raise InputError(
-            f"{where}: expected an object with `role` and `content`, got {_short(value)}"
+            f"{where}: expected an object with `role` and `content`, got {short(value)}"
         )
     message = {k: v for k, v in value.items() if v is not None}
     accepted = [*ROLES]
@@ -49,7 +49,7 @@ def _message(value: Any, *, where: str) -> Message:
     message["content"] = _content(message, calls, where=where)
     for field in ("reasoning_content", "name"):
         if not isinstance(message.get(field, ""), str):
-            raise InputError(f"{where}: `{field}` must be a string, got {_short(message[field])}")
+            raise InputError(f"{where}: `{field}` must be a string, got {short(message[field])}")
     if calls:
         message["tool_calls"] = _tool_calls(calls, where=where)
     return message
@@ -71,7 +71,7 @@ def _content(message: Message, calls: Any, *, where: str) -> str:
         return content
     if isinstance(content, list):
         return "".join(_text_part(part, where=where) for part in content)
-    raise InputError(f"{where}: `content` must be a string, got {_short(content)}")
+    raise InputError(f"{where}: `content` must be a string, got {short(content)}")
 
 
 def _text_part(part: Any, *, where: str) -> str:
@@ -81,12 +81,12 @@ def _text_part(part: Any, *, where: str) -> str:
         text = part.get("text")
         if isinstance(text, str):
             return text
-    raise InputError(f"{where}: only text parts can be trained on, got the part {_short(part)}")
+    raise InputError(f"{where}: only text parts can be trained on, got the part {short(part)}")
 
 
 def _tool_calls(value: Any, *, where: str) -> list[dict[str, Any]]:
     if not isinstance(value, list):
-        raise InputError(f"{where}: `tool_calls` must be a list, got {_short(value)}")
+        raise InputError(f"{where}: `tool_calls` must be a list, got {short(value)}")
     return [_tool_call(call, where=f"{where}, tool call {i}") for i, call in enumerate(value)]
 
 
@@ -95,7 +95,7 @@ def _tool_call(value: Any, *, where: str) -> dict[str, Any]:
     if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
         raise InputError(
             f"{where}: expected an object with `function` holding `name` and `arguments`, "
-            f"got {_short(value)}"
+            f"got {short(value)}"
         )
     function = {"name": call["name"], "arguments": _arguments(call.get("arguments"), where=where)}
     outer = {k: v for k, v in value.items() if k == "id" and v is not None}
@@ -110,10 +110,10 @@ def _arguments(value: Any, *, where: str) -> dict[str, Any]:
             decoded = json.loads(decoded)
         except (ValueError, RecursionError) as error:
             raise InputError(
-                f"{where}: `arguments` is not valid JSON ({error}), got {_short(value)}"
+                f"{where}: `arguments` is not valid JSON ({error}), got {short(value)}"
             ) from error
     if not isinstance(decoded, Mapping):
-        raise InputError(f"{where}: `arguments` must be a JSON object, got {_short(value)}")
+        raise InputError(f"{where}: `arguments` must be a JSON object, got {short(value)}")
     return dict(decoded)
 
 
@@ -129,10 +129,5 @@ def tools(value: Any, *, where: str) -> list[dict[str, Any]] | None:
     if value is not None and (
         not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value)
     ):
-        raise InputError(f"{where}: `tools` must be a list of objects, got {_short(value)}")
+        raise InputError(f"{where}: `tools` must be a list of objects, got {short(value)}")
     return [dict(tool) for tool in value] if value else None
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any
 
 from lora_tune.data.files import BROKEN, Row, local_files, open_files, without_none
-from lora_tune.errors import InputError
+from lora_tune.errors import InputError, Problems
 
 FORMATS: dict[str, tuple[str, ...]] = {
     "messages": ("messages",),
@@ -32,7 +32,6 @@ _PAIRS = (
     ("prompt", "response"),
     ("query", "response"),
 )
-_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,8 @@ def _checked(
     format: str | None,
 ) -> Rows:
     """One pass over every row: choose the format, count, and collect what is wrong."""
-    count, problems, unseen = 0, _Problems(source), set(columns.values())
+    count, unseen = 0, set(columns.values())
+    problems = Problems(f"rows of {source!r} cannot be read")
     there: Iterable[str] = ()
     for where, raw in opened():
         count += 1
@@ -158,26 +158,6 @@ def _names(columns: Iterable[str]) -> str:
 
 def _found(columns: Iterable[str]) -> str:
     return f"found {_names(sorted(columns)) or 'no columns'}"
-
-
-class _Problems:
-    """Collects messages, shows the first few and raises once."""
-
-    def __init__(self, source: str) -> None:
-        self.source, self.count, self.shown = source, 0, []
-
-    def add(self, message: str) -> None:
-        self.count += 1
-        if len(self.shown) < _SHOWN:
-            self.shown.append(message)
-
-    def raise_if_any(self) -> None:
-        if self.count == 1:
-            raise InputError(self.shown[0])
-        if self.count:
-            head = f"{self.count} rows of {self.source!r} cannot be read"
-            more = "" if self.count <= _SHOWN else f"; and {self.count - _SHOWN} more"
-            raise InputError(f"{head}: {'; '.join(self.shown)}{more}")
 
 
 def _open_hub(path: str, split: str, subset: str | None) -> Callable[[], Iterable[Row]]:

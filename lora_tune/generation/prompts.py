@@ -10,7 +10,7 @@ import numpy as np
 from lora_tune.data import conversation
 from lora_tune.data.messages import Encoder
 from lora_tune.data.turns import Template
-from lora_tune.errors import InputError
+from lora_tune.errors import InputError, short
 from lora_tune.hf.files import read_json
 
 Prompt = Any
@@ -28,7 +28,7 @@ def split(prompts: Any) -> tuple[list[Prompt], bool]:
         return [prompts], True
     if not isinstance(prompts, Sequence) or not len(prompts):
         raise InputError(
-            f"prompts is {_short(prompts)}, expected a text, a list of messages, a list of token "
+            f"prompts is {short(prompts)}, expected a text, a list of messages, a list of token "
             "ids, or a list of these"
         )
     first = prompts[0]
@@ -72,7 +72,7 @@ def encode(prompt: Prompt, tokenizer: Any, *, vocab_size: int, where: str) -> li
     """
     if not is_ids(prompt) and tokenizer is None:
         raise InputError(
-            f"{where} is {_short(prompt)}, expected a list of token ids, because there is no "
+            f"{where} is {short(prompt)}, expected a list of token ids, because there is no "
             "tokenizer"
         )
     if is_ids(prompt):
@@ -81,7 +81,7 @@ def encode(prompt: Prompt, tokenizer: Any, *, vocab_size: int, where: str) -> li
         ids = list(tokenizer(_text(prompt, where), verbose=False)["input_ids"])
     elif not is_chat(prompt):
         raise InputError(
-            f"{where} is {_short(prompt)}, expected a text, a list of messages or a list of token "
+            f"{where} is {short(prompt)}, expected a text, a list of messages or a list of token "
             "ids"
         )
     else:
@@ -96,7 +96,7 @@ def _checked_ids(prompt: Sequence[Any], vocab_size: int, where: str) -> list[int
     for i in prompt:
         if isinstance(i, bool) or not isinstance(i, int | np.integer) or not 0 <= i < vocab_size:
             raise InputError(
-                f"{where}: {_short(i)} is no token id of this model, expected integers from 0 to "
+                f"{where}: {short(i)} is no token id of this model, expected integers from 0 to "
                 f"{vocab_size - 1}"
             )
     return [int(i) for i in prompt]
@@ -114,7 +114,7 @@ def _render(prompt: Any, tokenizer: Any, where: str) -> str:
     if not isinstance(prompt, Mapping):
         prompt = {"messages": prompt}
     if "messages" not in prompt or set(prompt) - {"messages", "tools"}:
-        raise InputError(f"{where}: expected the keys messages and tools, got {_short(prompt)}")
+        raise InputError(f"{where}: expected the keys messages and tools, got {short(prompt)}")
     require_chat_template(tokenizer, where)
     messages = conversation.messages(prompt["messages"], where=where)
     if messages[-1]["role"] == "assistant":
@@ -190,8 +190,3 @@ def turn_end(tokenizer: Any) -> list[int]:
     token = tokenizer.added_tokens_decoder.get(last)
     special = last in tokenizer.all_special_ids or (token is not None and token.special)
     return [last] if special else []
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
