@@ -300,12 +300,12 @@ BATCH = cases.stack_rows([cases.row(cases.documents([7, 5]), 12)], 2)
 
 
 @functools.cache
-def outcome(*, scanned=True, scan_axis=0, remat="full"):
+def outcome(*, scanned=True, scan_axis=0, remat="full", lora=cases.ALL):
     """Model, jaxpr of the gradient of everything, scores and gradients."""
     options = DecoderOptions(
         scan_layers=scanned, param_scan_axis=scan_axis, remat=remat, loss_chunk=10
     )
-    model = cases.make(options, family=MARKED)
+    model = cases.make(options, family=MARKED, lora=lora)
     split = split_model(model)
     batch = {name: jnp.asarray(array) for name, array in BATCH.items()}
 
@@ -338,6 +338,17 @@ def test_scan_equals_the_unrolled_loop(case):
     actual, expected = cases.by_name(model, gradients), cases.by_name(unrolled, expected)
     assert {kind for _, kind in actual} >= {"kernel", "kernel_lora_a", "kernel_lora_b", "weight"}
     assert all(np.abs(g).max() > 0 for (_, kind), g in actual.items() if "lora" in kind)
+    cases.assert_close(actual, expected, 1e-5)
+
+
+@pytest.mark.slow
+def test_full_training_takes_the_same_gradients_from_a_scan():
+    """Without adapters no weight is frozen, and stacks are sliced instead of indexed."""
+    unrolled, _, expected_nll, expected = outcome(scanned=False, lora=None)
+    model, _, nll, gradients = outcome(lora=None)
+    np.testing.assert_allclose(nll, expected_nll, rtol=1e-5, atol=1e-5)
+    actual, expected = cases.by_name(model, gradients), cases.by_name(unrolled, expected)
+    assert all(np.abs(g).max() > 0 for (name, _), g in actual.items() if "experts" not in name)
     cases.assert_close(actual, expected, 1e-5)
 
 
