@@ -8,7 +8,7 @@ the products in the traced step, forward, recomputed and backward, on one chip.
 
     python benchmarks/tpu_memory.py                                  # v5p-8, expert=4, 80B
     python benchmarks/tpu_memory.py --topology v5p:4x4x8 --expert 128 --length 2048
-    python benchmarks/tpu_memory.py --layers 8 --remat dots --hlo step.txt
+    python benchmarks/tpu_memory.py --layers 8 --config num_experts=64 --remat dots --hlo step.txt
 """
 
 import argparse
@@ -138,12 +138,14 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1, help="rows on each device")
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--remat", default="full")
+    parser.add_argument("--config", nargs="*", default=[], metavar="FIELD=SIZE")
     parser.add_argument("--hlo", help="file for the compiled program")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     args = parser.parse_args()
 
     family = FAMILIES["qwen3_next"]
-    config = family.read_config({"num_hidden_layers": args.layers})
+    changes = {name: int(size) for name, size in (pair.split("=") for pair in args.config)}
+    config = family.read_config({"num_hidden_layers": args.layers, **changes})
     options = DecoderOptions(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, remat=args.remat)
     model = add_lora(Decoder(family, config, options), LoraConfig(r=16, lora_alpha=32))
     mesh = topology_mesh(args.topology, fsdp=args.fsdp, expert=args.expert)

@@ -19,6 +19,7 @@ Four properties hold, and everything built on this file relies on them:
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from types import MappingProxyType
@@ -30,6 +31,7 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import xla_metadata
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from lora_tune import sharding
 
@@ -43,6 +45,7 @@ MIXED = "mixed"
 """`checkpoint_name` of what a mixer's heads put out, before its output projection."""
 
 _INPUT = "layer_input"
+_LANES = 128
 
 _STEPS: ContextVar[Mapping[str, jax.Array]] = ContextVar("steps", default=MappingProxyType({}))
 """In a scan body: the step that each of the scans around it is at, by the name of its axis."""
@@ -124,26 +127,31 @@ def plan_layers(kinds: Sequence[Hashable], *, scan: bool = True) -> LayerPlan:
     n = len(kinds)
     if not scan:
         return LayerPlan(tuple(Run(k, i, 1) for i, k in enumerate(kinds)), (), 0, (), False)
-    best = LayerPlan(_runs(kinds, 0, n), (), 0, ())
-    fewest = len(best.prefix)
+    changes = np.cumsum([0, *(a != b for a, b in itertools.pairwise(kinds))]).tolist()
+
+    def count(start: int, stop: int) -> int:
+        return 0 if start == stop else 1 + changes[stop - 1] - changes[start]
+
+    best, fewest = (0, 0, 0), count(0, n)
     for start in range(n):
         for length in range(1, (n - start) // 2 + 1):
+            # The cheapest test first: even without what follows it would have too many runs.
+            inside = count(0, start) + count(start, start + length)
+            if inside >= fewest or kinds[start] != kinds[start + length]:
+                continue
             cycle = kinds[start : start + length]
             blocks = 1
             while kinds[start + blocks * length : start + (blocks + 1) * length] == cycle:
                 blocks += 1
-            if blocks < 2:
-                continue
-            plan = LayerPlan(
-                _runs(kinds, 0, start),
-                _runs(kinds, start, start + length),
-                blocks,
-                _runs(kinds, start + blocks * length, n),
-            )
-            runs = len(plan.prefix) + len(plan.cycle) + len(plan.suffix)
-            if runs < fewest:
-                best, fewest = plan, runs
-    return best
+            runs = inside + count(start + blocks * length, n)
+            if blocks > 1 and runs < fewest:
+                best, fewest = (start, length, blocks), runs
+    start, length, blocks = best
+    end = start + blocks * length
+    if not blocks:
+        return LayerPlan(_runs(kinds, 0, n), (), 0, ())
+    cycle_runs = _runs(kinds, start, start + length)
+    return LayerPlan(_runs(kinds, 0, start), cycle_runs, blocks, _runs(kinds, end, n))
 
 
 def _is_variable(node: Any) -> bool:
@@ -232,6 +240,11 @@ def _at_step(variable: nnx.Variable, steps: Mapping[str, jax.Array]) -> nnx.Vari
         allow_negative_indices=False,
     )
     part = jax.lax.squeeze(part, [i for i, axis in enumerate(axes) if axis in steps])
+    # Where a product wants another layout, XLA would otherwise give it to the whole stack, which
+    # takes a copy of the weights of all layers ahead of the loops. Of matrices narrower than the
+    # lanes of a TPU, it is the stack itself whose layout differs.
+    if part.ndim > 1 and part.shape[-1] >= _LANES:
+        part = with_layout_constraint(part, Layout(tuple(range(part.ndim))))
     return variable.replace(part, axes=tuple(axis for axis in axes if axis not in steps))
 
 
@@ -274,7 +287,7 @@ def _activations(primitive: Any, *_: Any, **__: Any) -> bool:
 
     Kept, those would be a second copy of all weights, and a copy without shards.
     """
-    return primitive not in (jax.lax.dynamic_slice_p, jax.lax.squeeze_p, jax.lax.all_gather_p)
+    return primitive.name not in ("dynamic_slice", "squeeze", "layout_constraint", "all_gather")
 
 
 REMAT: Mapping[str, Callable[..., Any]] = {
@@ -294,15 +307,16 @@ of activations and weights; also what the mixer's heads put out; everything; its
 """
 
 
-def _rematerialise(body: Callable, remat: str | None, scanned: bool) -> Callable:
+def _rematerialise(body: Callable, remat: str | None, looped: bool) -> Callable:
     if remat is None:
         return body
 
     def named(carry: Any, inputs: Any) -> Any:
         return body(checkpoint_name(carry, _INPUT) if remat == "offload" else carry, inputs)
 
-    # Inside a scan the loop itself keeps XLA from merging the two forward passes.
-    return jax.checkpoint(named, prevent_cse=not scanned, policy=REMAT[remat])
+    # A loop keeps XLA from merging the two forward passes, and from running many second ones ahead
+    # of the backward pass; straight-line code needs barriers for that.
+    return jax.checkpoint(named, prevent_cse=not looped, policy=REMAT[remat])
 
 
 def _unroll(body: Callable, carry: Any, inputs: Any) -> tuple[Any, Any]:
@@ -385,12 +399,13 @@ def apply_stack(
         born = [(p, v) for p, v in nnx.to_flat_state(nnx.state(layer)) if p not in known]
         return carry, (nnx.from_flat_state(born), y)
 
-    body = _rematerialise(body, remat, scanned=axis is not None)
+    # XLA cannot hand from loop to loop what an inner one has stacked in the host's memory.
+    unrolled = remat == "offload" and len(outer) > 0
+    body = _rematerialise(body, remat, looped=axis is not None and not unrolled)
     if axis is None:
         carry, (born, ys) = body(carry, (stacked, keys, xs, None))
     else:
-        # XLA cannot move from loop to loop what an inner one has stacked in the host's memory.
-        run = _unroll if remat == "offload" and outer else jax.lax.scan
+        run = _unroll if unrolled else jax.lax.scan
         inputs = (stacked, keys, xs, jnp.arange(length, dtype=jnp.int32))
         with _barrier(length):
             carry, (born, ys) = run(body, carry, inputs)

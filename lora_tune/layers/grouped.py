@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int
 
 _BLOCK = 32
@@ -64,9 +63,6 @@ def _by_platform_backward(kept: tuple, g: jax.Array) -> tuple:
 
 
 def _ragged_dx(w: jax.Array, sizes: jax.Array, g: jax.Array) -> jax.Array:
-    # On TPU the kernel wants w transposed. Unless its layout is pinned here, XLA asks for the other
-    # one where w comes from, and copies the weights of all layers ahead of the loops.
-    w = with_layout_constraint(w, Layout((0, 1, 2)))
     x = jax.ShapeDtypeStruct((g.shape[0], w.shape[1]), g.dtype)
     return jax.linear_transpose(lambda x: jax.lax.ragged_dot(x, w, sizes), x)(g)[0]
 

@@ -166,15 +166,16 @@ def test_offload_keeps_layer_inputs_in_the_memory_of_the_host():
 
 
 @pytest.mark.slow
-def test_a_decode_step_copies_no_weight_and_no_cache():
-    """32 rows of 16,384 slots at the published head sizes; caches are donated."""
+@pytest.mark.parametrize("rows", [2, 32])
+def test_a_decode_step_copies_no_weight_and_no_cache(rows):
+    """Rows of 16,384 slots at the published head sizes; caches are donated."""
     family = FAMILIES["qwen3_next"]
     sizes = {"head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 32}
     config = family.read_config({**CONFIG, **sizes, "num_hidden_layers": 10})
     options = DecoderOptions(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
     model = add_lora(Decoder(family, config, options), LoraConfig(r=8, lora_alpha=8))
     graphdef, state = nnx.split(model)
-    cache = jax.eval_shape(lambda: model.create_cache(32, 16_384))
+    cache = jax.eval_shape(lambda: model.create_cache(rows, 16_384))
 
     def step(state, tokens, cache):
         logits, cache = nnx.merge(graphdef, state)(tokens, cache=cache)
@@ -182,16 +183,15 @@ def test_a_decode_step_copies_no_weight_and_no_cache():
 
     mesh = tpu_memory.topology_mesh(SLICE)
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    tokens = jax.ShapeDtypeStruct((32, 1), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((rows, 1), jnp.int32)
     compiled = (
         jax.jit(step, in_shardings=place, donate_argnums=2).lower(state, tokens, cache).compile()
     )
     # Vectors and the thinnest matrices are a few kilobytes: their layout may be changed.
     weights = [leaf for leaf in jax.tree.leaves(state) if min(leaf.shape[-2:]) >= 128]
-    whole = {
-        tuple(sorted(n for n in leaf.shape if n > 1))
-        for leaf in (*weights, *jax.tree.leaves(cache.layers))
-    }
+    # And so are the convolution windows of two rows.
+    large = [leaf for leaf in jax.tree.leaves(cache.layers) if leaf.size >= 2**20]
+    whole = {tuple(sorted(n for n in leaf.shape if n > 1)) for leaf in (*weights, *large)}
     copies = [b for b in buffers(compiled.as_text()) if b[0] in ("copy", "copy-start", "transpose")]
     # What fits is kept in vector memory (S(1)) for the step and written back: no second copy.
     copies = [c for c in copies if "S(1)" not in c[2]]
