@@ -18,13 +18,21 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from lora_tune.errors import InputError
 from lora_tune.generation.sampling import Sampling, next_tokens
 from lora_tune.training.state import Weights, unflatten
 
 LENGTHS = (32, 128, 512)
-"""Lengths that prompts are padded to; longer ones to a multiple of the last, and read in chunks."""
+"""Lengths that prompts are padded to; longer ones to a multiple of the last, and read in chunks.
+Where the cache has no room for so many, they are padded to what there is."""
 SHORT = 128
 """Reading prompts up to this length one token at a time takes less time than compiling for it."""
+
+_UNSOUND = (
+    "the model's logits for token {} of an answer are not finite: its weights or adapter are "
+    "damaged (did training diverge?), its dtype is too narrow (try float32), or temperature or "
+    "repetition_penalty is extreme"
+)
 
 
 def padded_length(length: int) -> int:
@@ -58,12 +66,13 @@ class Program:
     Attributes:
       create: `(weights, batch, size, penalise) -> state`, an empty cache.
       advance: `(weights, state, tokens [B, T], segment_ids [B, T], step, *draw) ->
-        (state, next token [B, 1], running [B, 1])`, with `draw` the sampling, the key, the row
-        numbers `[B]` and the stop ids. `running` is 1 where the row goes on, as a segment id.
+        (state, next token [B, 1], running [B, 1], sound)`, with `draw` the sampling, the key, the
+        row numbers `[B]` and the stop ids. `running` is 1 where the row goes on, as a segment id;
+        `sound` is False if the logits of a row that has not ended give no token.
     """
 
     create: Callable[..., _State]
-    advance: Callable[..., tuple[_State, jax.Array, jax.Array]]
+    advance: Callable[..., tuple[_State, jax.Array, jax.Array, jax.Array]]
 
 
 @functools.lru_cache(maxsize=4)
@@ -90,7 +99,7 @@ def program_of(graphdef: Any, place: Sharding) -> Program:
         key: jax.Array,
         rows: jax.Array,
         stop_ids: jax.Array,
-    ) -> tuple[_State, jax.Array, jax.Array]:
+    ) -> tuple[_State, jax.Array, jax.Array, jax.Array]:
         batch, time = tokens.shape
         last = jnp.full((batch,), time - 1, jnp.int32)
         logits, cache = merge(weights)(tokens, segment_ids, cache=state.cache, last=last)
@@ -98,9 +107,10 @@ def program_of(graphdef: Any, place: Sharding) -> Program:
         if seen is not None:
             seen = seen.at[jnp.arange(batch)[:, None], tokens].max(segment_ids != 0)
         keys = jax.vmap(lambda row: jax.random.fold_in(jax.random.fold_in(key, row), step))(rows)
-        drawn = next_tokens(logits, sampling, keys, seen)[:, None]
-        running = (segment_ids[:, -1:] != 0) & ~jnp.isin(drawn, stop_ids)
-        return _State(cache, seen), drawn, running.astype(jnp.int32)
+        drawn, sound = next_tokens(logits, sampling, keys, seen)
+        token, asked = drawn[:, None], segment_ids[:, -1:] != 0
+        running = (asked & ~jnp.isin(token, stop_ids)).astype(jnp.int32)
+        return _State(cache, seen), token, running, jnp.all(sound[:, None] | ~asked)
 
     return Program(create, advance)
 
@@ -134,7 +144,8 @@ def steps(
 ) -> Iterator[np.ndarray]:
     """Continues prompts, all at once, one token a step.
 
-    A token is chosen by the row's own prompt, number and step alone, not by the other rows.
+    A token is drawn by the row's own prompt, number and step alone, not by the other rows. So an
+    answer is the same in any batch up to the rounding of its logits, which may depend on shapes.
 
     Args:
       graphdef: structure of a model with `create_cache` (see `lora_tune.training.state`).
@@ -152,6 +163,9 @@ def steps(
 
     Yields:
       int32 `[len(prompts)]`, the next token of each row, or -1 where the row has ended.
+
+    Raises:
+      InputError: the logits give no token, since the model is damaged or overflows.
     """
     longest = max(map(len, prompts))
     batch = batch or len(prompts)
@@ -171,12 +185,14 @@ def steps(
     chunk = 1 if by_token else LENGTHS[-1]
     for at in range(0, length, chunk):
         part = jax.device_put([a[:, at : at + chunk] for a in (tokens, segment_ids)], place)
-        state, token, running = program.advance(weights, state, *part, 0, *draw)
+        state, *drawn = program.advance(weights, state, *part, 0, *draw)
     for step in range(1, max_new_tokens + 1):
-        drawn = token, running
+        before = drawn
         if step < max_new_tokens:  # it runs while the host looks at the tokens before it
-            state, token, running = program.advance(weights, state, token, running, step, *draw)
-        found, going = jax.device_get(drawn)
+            state, *drawn = program.advance(weights, state, *drawn[:2], step, *draw)
+        found, going, sound = jax.device_get(before)
+        if not sound:
+            raise InputError(_UNSOUND.format(step))
         yield np.where(going, found, -1)[: len(prompts), 0]
         if not going.any():
             return

@@ -6,10 +6,18 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lora_tune.errors import InputError
+from lora_tune.errors import InputError, Problems, short
 from lora_tune.generation import engine
-from lora_tune.generation.prompts import Prompt, encode, is_chat, is_ids, split, stop_ids_of
-from lora_tune.generation.sampling import Sampling, check_count, make_sampling
+from lora_tune.generation.prompts import (
+    Prompt,
+    encode,
+    is_chat,
+    is_ids,
+    plain,
+    split,
+    stop_ids_of,
+)
+from lora_tune.generation.sampling import Sampling, checked_count, make_sampling
 from lora_tune.generation.text import TextStream, decode
 from lora_tune.hf.files import read_json
 from lora_tune.models.decoder import Decoder
@@ -30,19 +38,27 @@ class Settings:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int = 0
-    stop_ids: Sequence[int] | None = None
+    stop_ids: Sequence[int] | int | None = None
     batch_size: int = 8
     cache_size: int | None = None
 
     def __post_init__(self) -> None:
         self.sampling()
-        check_count("max_new_tokens", self.max_new_tokens, least=1)
-        check_count("seed", self.seed, least=0)
-        check_count("batch_size", self.batch_size, least=1)
-        if self.cache_size is not None:
-            check_count("cache_size", self.cache_size, least=2)
-        for i in self.stop_ids or ():
-            check_count("an id in stop_ids", i, least=0)
+        least = {"max_new_tokens": 1, "seed": 0, "batch_size": 1, "cache_size": 2}
+        if self.cache_size is None:
+            del least["cache_size"]
+        for name, at_least in least.items():
+            value = checked_count(name, getattr(self, name), least=at_least)
+            object.__setattr__(self, name, value)
+        self.stops()
+
+    def stops(self) -> list[int] | None:
+        """The stop ids as a list."""
+        if self.stop_ids is None:
+            return None
+        ids = plain(self.stop_ids)
+        listed = ids if isinstance(ids, list) else [ids]
+        return [checked_count("an id in stop_ids", i, least=0) for i in listed]
 
     def sampling(self) -> Sampling:
         """How tokens are chosen."""
@@ -62,7 +78,7 @@ def generate(
     min_p: float = 0.0,
     repetition_penalty: float = 1.0,
     seed: int = 0,
-    stop_ids: Sequence[int] | None = None,
+    stop_ids: Sequence[int] | int | None = None,
     batch_size: int = 8,
     cache_size: int | None = None,
     stream: Stream | None = None,
@@ -86,9 +102,9 @@ def generate(
       min_p: draw from tokens at least so many times as likely as the most likely one; 0 is off.
       repetition_penalty: above 1, tokens of the prompt and the answer so far become less likely.
       seed: decides the draws, together with a prompt's place in the list.
-      stop_ids: ids that end an answer, which does not hold them. None takes `eos_token_id` of the
-        model's `generation_config.json` (or else of its `config.json`, or the tokenizer's), and
-        for messages also the token that ends a turn in the chat template.
+      stop_ids: one id or several that end an answer, which does not hold them. None takes
+        `eos_token_id` of the model's `generation_config.json` (or else of its `config.json`, or the
+        tokenizer's), and for messages also the token that ends a turn in the chat template.
       batch_size: prompts answered at a time.
       cache_size: tokens of a prompt and its answer to make room for. Every size is compiled on
         its own; None takes a power of two.
@@ -100,7 +116,7 @@ def generate(
       for one prompt, a list for a list.
 
     Raises:
-      InputError: a prompt or a setting that cannot be.
+      InputError: a prompt or a setting that cannot be, or a model whose logits are not finite.
     """
     settings = Settings(
         max_new_tokens=max_new_tokens,
@@ -114,9 +130,20 @@ def generate(
         batch_size=batch_size,
         cache_size=cache_size,
     )
+    _check_callable("tokenizer", tokenizer, "a tokenizer, or None for prompts of token ids")
+    _check_callable("stream", stream, "a function of a number and a piece, or None")
+    if not hasattr(model, "create_cache"):
+        raise InputError(
+            f"model is {short(model)}, expected a model: load_model gives one with its tokenizer"
+        )
     listed, single = split(prompts)
     found = list(answers(model, tokenizer, listed, settings, stream=stream))
     return found[0] if single else found
+
+
+def _check_callable(name: str, value: Any, expected: str) -> None:
+    if value is not None and not callable(value):
+        raise InputError(f"{name} is {short(value)}, expected {expected}")
 
 
 def answers(
@@ -137,13 +164,14 @@ def answers(
     if names is None:
         names = ["the prompt"] if count == 1 else [f"prompt {i}" for i in range(count)]
     vocab_size = model.config.vocab_size
-    encoded = [
-        encode(prompt, tokenizer, vocab_size=vocab_size, where=name)
-        for prompt, name in zip(given, names, strict=True)
-    ]
+    encoded, problems = list[list[int]](), Problems("prompts cannot be answered")
+    for prompt, name in zip(given, names, strict=True):
+        with problems.collected():
+            encoded.append(encode(prompt, tokenizer, vocab_size=vocab_size, where=name))
+    problems.raise_if_any()
     folder = None if model.origin is None else model.origin.folder
     cache_size = _cache_size(encoded, names, settings, folder)
-    stop_ids = settings.stop_ids
+    stop_ids = settings.stops()
     if stop_ids is None:
         chat = any(map(is_chat, given))
         stop_ids = stop_ids_of(folder, tokenizer, chat=chat)

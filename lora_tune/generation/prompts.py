@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts in every form to token ids, and the ids that end an answer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -23,22 +23,26 @@ def split(prompts: Any) -> tuple[list[Prompt], bool]:
     Raises:
       InputError: there is none.
     """
-    prompts = _plain(prompts)
+    prompts = plain(prompts)
     if isinstance(prompts, str | Mapping):
         return [prompts], True
-    if not isinstance(prompts, Sequence) or not len(prompts):
+    if not isinstance(prompts, list) or not prompts:
         raise InputError(
             f"prompts is {short(prompts)}, expected a text, a list of messages, a list of token "
             "ids, or a list of these"
         )
     first = prompts[0]
     single = isinstance(first, int) or (isinstance(first, Mapping) and "role" in first)
-    return ([prompts], True) if single else ([_plain(prompt) for prompt in prompts], False)
+    return ([prompts], True) if single else (prompts, False)
 
 
-def _plain(value: Any) -> Any:
-    """Lists in place of arrays."""
-    return value.tolist() if hasattr(value, "tolist") else value
+def plain(value: Any) -> Any:
+    """Lists and numbers in place of arrays and of other sequences."""
+    if hasattr(value, "tolist"):  # of numpy, jax and torch
+        return value.tolist()
+    if isinstance(value, Sequence | Set) and not isinstance(value, str | bytes):
+        return [plain(part) for part in value]
+    return value
 
 
 def is_chat(prompt: Prompt) -> bool:

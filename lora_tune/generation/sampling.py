@@ -5,13 +5,14 @@ Logits are float32 `[B, V]`: B rows, V vocabulary. A removed token has the logit
 """
 
 import dataclasses
-import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from lora_tune.errors import InputError
+from lora_tune.errors import InputError, short
 
 
 @jax.tree_util.register_dataclass
@@ -52,11 +53,11 @@ def make_sampling(
       InputError: a value out of its range, or one that only matters when drawing together with
         `temperature=0`, which takes the most likely token.
     """
-    _check("temperature", temperature, "at least 0", lambda x: x >= 0)
-    _check("top_p", top_p, "above 0 and at most 1", lambda x: 0 < x <= 1)
-    _check("min_p", min_p, "from 0 to 1", lambda x: 0 <= x <= 1)
-    _check("repetition_penalty", repetition_penalty, "above 0", lambda x: x > 0)
-    check_count("top_k", top_k, least=0)
+    temperature = _checked("temperature", temperature, "at least 0", lambda x: x >= 0)
+    top_p = _checked("top_p", top_p, "above 0 and at most 1", lambda x: 0 < x <= 1)
+    min_p = _checked("min_p", min_p, "from 0 to 1", lambda x: 0 <= x <= 1)
+    penalty = _checked("repetition_penalty", repetition_penalty, "above 0", lambda x: x > 0)
+    top_k = checked_count("top_k", top_k, least=0)
     cuts = {"top_k": top_k or None, "top_p": top_p if top_p < 1 else None, "min_p": min_p or None}
     idle = [f"{name}={value}" for name, value in cuts.items() if value is not None]
     if idle and temperature == 0:
@@ -66,23 +67,33 @@ def make_sampling(
         )
     return Sampling(
         temperature=temperature or None,
-        repetition_penalty=None if repetition_penalty == 1 else repetition_penalty,
+        repetition_penalty=None if penalty == 1 else penalty,
         **cuts,
     )
 
 
-def _check(name: str, value: Any, expected: str, holds: Any) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (number and math.isfinite(value) and holds(value)):
-        raise InputError(f"{name} must be a number {expected}, got {value!r}")
-
-
-def check_count(name: str, value: Any, *, least: int) -> None:
-    """Raises InputError unless `value` is an integer of at least `least` that jax can hold."""
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**31:
+def _checked(name: str, value: Any, expected: str, holds: Callable[[Any], bool]) -> float:
+    """The number as a float, in the range and one that float32 holds: the logits are float32."""
+    number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    if not (number and holds(value)):  # nan is in no range
+        raise InputError(f"{name} must be a number {expected}, got {short(value)}")
+    least, most = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+    if value != 0 and not least <= value <= most:
         raise InputError(
-            f"{name} must be an integer of at least {least} and below 2**31, got {value!r}"
+            f"{name} must be a number {expected} that float32 can hold, from {least:.2g} to "
+            f"{most:.2g} if not 0, got {short(value)}"
         )
+    return float(value)
+
+
+def checked_count(name: str, value: Any, *, least: int) -> int:
+    """The integer; raises InputError unless it is one of at least `least` that jax can hold."""
+    number = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not (number and least <= value < 2**31):
+        raise InputError(
+            f"{name} must be an integer of at least {least} and below 2**31, got {short(value)}"
+        )
+    return int(value)
 
 
 def penalise_repetition(logits: jax.Array, seen: jax.Array, penalty: float) -> jax.Array:
@@ -132,7 +143,7 @@ def process(logits: jax.Array, sampling: Sampling, seen: jax.Array | None) -> ja
 
 def next_tokens(
     logits: jax.Array, sampling: Sampling, keys: jax.Array, seen: jax.Array | None = None
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
     """The next token of every row.
 
     Args:
@@ -142,9 +153,11 @@ def next_tokens(
       seen: bool `[B, V]`, tokens of the prompt and the answer so far.
 
     Returns:
-      int32 `[B]`.
+      int32 `[B]`, and bool `[B]`, whether a token could be chosen: there is none where a logit is
+      NaN or infinite, other than those that are removed.
     """
     logits = process(logits.astype(jnp.float32), sampling, seen)
+    sound = jnp.isfinite(jnp.max(logits, axis=-1))  # the maximum is NaN if any is
     if sampling.temperature is None:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32), sound
+    return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32), sound

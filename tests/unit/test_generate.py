@@ -9,6 +9,7 @@ from typing import Any
 
 import chat_tokenizers
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from chain_model import FED, TRACED, VOCAB, Chain, by_hand, random_prompts, state_after
@@ -238,6 +239,9 @@ def test_every_form_of_prompt(model: Any, table: np.ndarray, tokenizer: Any) -> 
     assert ask(plain) == ask(np.array(plain)) == ids
     assert ask(["What is it?", HELLO, plain]) == [*texts, ids]
     assert ask([plain]) == [ids]
+    assert ask(tuple(plain)) == ask(jnp.array(plain)) == ask([np.int64(i) for i in plain]) == ids
+    assert ask([jnp.int32(i) for i in plain]) == ids
+    assert ask(np.array([plain, plain])) == ask([np.array(plain), tuple(plain)]) == [ids, ids]
     assert lora_tune.generate(model, None, plain, max_new_tokens=12, stop_ids=stops) == ids
 
 
@@ -256,6 +260,50 @@ def test_tools_are_shown_to_the_template(model: Any, table: np.ndarray) -> None:
     wanted = by_hand(qwen(text)["input_ids"], table, new=8, stops=(qwen.eos_token_id,))
     found = lora_tune.generate(model, qwen, {"messages": HELLO, "tools": tools}, max_new_tokens=8)
     assert found == decode(qwen, wanted)
+
+
+def test_stop_ids_in_every_form(model: Any, table: np.ndarray) -> None:
+    [prompt] = random_prompts(4)
+    stop = by_hand(prompt, table, new=6)[3]
+    wanted = by_hand(prompt, table, new=6, stops=(stop,))
+    for given in (
+        stop,
+        np.int64(stop),
+        [stop],
+        (stop, 399),
+        np.array([stop]),
+        {stop},
+        jnp.int32(stop),
+    ):
+        options = {"max_new_tokens": np.int64(6), "stop_ids": given}
+        assert lora_tune.generate(model, None, prompt, **options) == wanted
+    assert Settings(stop_ids=0).stops() == [0]
+    assert Settings(stop_ids=np.array([], int)).stops() == []  # pyright: ignore[reportArgumentType]
+    assert Settings().stops() is None
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_are_an_error(temperature: float) -> None:
+    model: Any = Chain()
+    [prompt] = random_prompts(4)
+    broken = state_after([*prompt, *by_hand(prompt, np.asarray(model.table[...]), new=2)])
+    model.table[...] = model.table[...].at[broken, 7].set(jnp.nan)
+    assert len(complete(model, [prompt], max_new_tokens=2)[0]) == 2
+    with pytest.raises(InputError, match="logits for token 3 of an answer are not finite"):
+        complete(model, [prompt], max_new_tokens=4)
+
+
+def test_logits_of_padding_may_be_anything(model: Any) -> None:
+    """A row of padding stays at state 0; the other row goes to a later one."""
+    split = split_model(model)
+    weights = {path: table.at[0].set(jnp.nan) for path, table in split.trainable.items()}
+    program = engine.program_of(split.graphdef, engine.place_of(weights))
+    draw = Sampling(), jax.random.key(0), np.arange(2), np.array([1], np.int32)
+    for real, wanted in (([0, 1], True), ([1, 1], False)):
+        state = program.create(weights, 2, 64, False)
+        tokens, ids = np.array([[96], [5]], np.int32), np.array(real, np.int32)[:, None]
+        *_, sound = program.advance(weights, state, tokens, ids, 0, *draw)
+        assert sound == wanted
 
 
 def test_batches_do_not_change_answers(model: Any, tokenizer: Any) -> None:
@@ -387,6 +435,14 @@ NO_TEMPLATE = chat_tokenizers.qwen(None)
     [
         ([], {}, "prompts is [], expected a text, a list of messages, a list of token ids, or"),
         (None, {}, "prompts is None, expected a text"),
+        (7, {}, "prompts is 7, expected a text"),
+        (["", "a", ""], {}, "2 prompts cannot be answered: prompt 0 is empty; the model needs"),
+        ("a", {"model": "x"}, "model is 'x', expected a model: load_model gives one"),
+        ("a", {"tokenizer": "x"}, "tokenizer is 'x', expected a tokenizer, or None for prompts"),
+        ("a", {"stream": "x"}, "stream is 'x', expected a function of a number and a piece"),
+        ("a", {"stop_ids": 2.5}, "an id in stop_ids must be an integer of at least 0 and below"),
+        ("a", {"stop_ids": "2"}, "an id in stop_ids must be an integer of at least 0 and below"),
+        ("a", {"stop_ids": [[2]]}, "below 2**31, got [2]"),
         ("", {}, "the prompt is empty"),
         (["a", ""], {}, "prompt 1 is empty"),
         ([[]], {}, "the prompt is [], expected a text, a list of messages or a list of token ids"),
@@ -433,6 +489,8 @@ NO_TEMPLATE = chat_tokenizers.qwen(None)
 def test_bad_input_is_one_sentence(
     model: Any, tokenizer: Any, prompts: Any, options: dict[str, Any], sentence: str
 ) -> None:
+    options = dict(options)
+    model = options.pop("model", model)
     with pytest.raises(InputError) as error:
         lora_tune.generate(model, options.pop("tokenizer", tokenizer), prompts, **options)
     assert sentence in str(error.value)

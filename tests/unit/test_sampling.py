@@ -60,7 +60,7 @@ def test_greedy_takes_the_most_likely_after_the_penalty() -> None:
     logits = jnp.array([[1.0, 3.0, 2.0]] * 2, jnp.bfloat16)
     seen = jnp.array([[False, True, False], [False, False, False]])
     sampling = make_sampling(repetition_penalty=2.0)
-    np.testing.assert_array_equal(next_tokens(logits, sampling, keys(2), seen), [2, 1])
+    np.testing.assert_array_equal(next_tokens(logits, sampling, keys(2), seen)[0], [2, 1])
 
 
 def test_draws_follow_the_distribution() -> None:
@@ -68,7 +68,7 @@ def test_draws_follow_the_distribution() -> None:
     count = 20_000
     logits = jnp.broadcast_to(jnp.array([1.0, 0.0, 2.0, -3.0]), (count, 4))
     sampling = make_sampling(temperature=2.0, top_k=3)
-    drawn = np.bincount(next_tokens(logits, sampling, keys(count)), minlength=4)
+    drawn = np.bincount(next_tokens(logits, sampling, keys(count))[0], minlength=4)
     weights = np.exp(np.array([1.0, 0.0, 2.0]) / 2)
     expected = count * weights / weights.sum()
     assert drawn[3] == 0
@@ -79,16 +79,27 @@ def test_draws_follow_the_distribution() -> None:
 def test_a_row_depends_on_its_own_key_and_logits_only() -> None:
     logits = jax.random.normal(jax.random.key(9), (6, 50))
     sampling = make_sampling(temperature=1.5, top_p=0.9, min_p=0.01)
-    together = next_tokens(logits, sampling, keys(6))
+    together, _ = next_tokens(logits, sampling, keys(6))
     for i in range(6):
-        alone = next_tokens(logits[i : i + 1], sampling, keys(6)[i : i + 1])
+        alone, _ = next_tokens(logits[i : i + 1], sampling, keys(6)[i : i + 1])
         assert alone[0] == together[i]
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "top_k": 2, "top_p": 0.5}])
+def test_no_token_is_chosen_where_logits_are_not_finite(settings: dict[str, float]) -> None:
+    nan, inf = np.nan, np.inf
+    rows = [[1, nan, 0], [1, inf, 0], [-inf, -inf, -inf], [nan, nan, nan], [1, -inf, 0], [1, 2, 3]]
+    _, sound = next_tokens(jnp.array(rows), make_sampling(**settings), keys(6))
+    assert sound.tolist() == [False, False, False, False, True, True]
 
 
 def test_what_is_off_is_none() -> None:
     assert make_sampling() == Sampling()
     assert jax.tree.leaves(make_sampling()) == []
     on = make_sampling(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.1)
+    of_numpy = make_sampling(temperature=np.float32(0.5), top_k=np.int64(5), top_p=1)  # pyright: ignore
+    assert of_numpy == Sampling(temperature=0.5, top_k=5)
+    assert {type(value) for value in jax.tree.leaves(of_numpy)} == {float, int}
     assert sorted(jax.tree.leaves(on)) == [0.1, 0.7, 0.9, 1.1, 5]
 
 
@@ -105,6 +116,14 @@ def test_what_is_off_is_none() -> None:
         ({"min_p": -0.1}, "min_p must be a number from 0 to 1, got -0.1"),
         ({"min_p": 1.5}, "min_p must be a number from 0 to 1, got 1.5"),
         ({"repetition_penalty": 0}, "repetition_penalty must be a number above 0, got 0"),
+        ({"temperature": 1e-46}, "temperature must be a number at least 0 that float32 can hold"),
+        ({"temperature": 1e-40}, "from 1.2e-38 to 3.4e+38 if not 0, got 1e-40"),
+        ({"temperature": 1e39}, "from 1.2e-38 to 3.4e+38 if not 0, got 1e+39"),
+        ({"temperature": 10**400}, "float32 can hold, from 1.2e-38 to 3.4e+38 if not 0, got 1000"),
+        ({"temperature": float("inf")}, "if not 0, got inf"),
+        ({"top_p": 1e-46}, "top_p must be a number above 0 and at most 1 that float32 can hold"),
+        ({"repetition_penalty": 1e-46}, "repetition_penalty must be a number above 0 that float32"),
+        ({"min_p": 1e-46}, "min_p must be a number from 0 to 1 that float32 can hold"),
         ({"top_k": 5}, "top_k=5 has no effect with temperature=0"),
         ({"top_p": 0.5, "min_p": 0.1}, "top_p=0.5, min_p=0.1 has no effect with temperature=0"),
     ],
