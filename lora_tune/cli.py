@@ -4,6 +4,9 @@
 Nothing heavy is imported before it is known to be needed, so that help answers at once.
 """
 
+import io
+import os
+import select
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -33,11 +36,13 @@ generate and chat:
   model.path=PATH     the base model alone, or with run= its new place; also model.dtype,
                       model.revision, model.chat_template, mesh.fsdp, ...
   prompt=TEXT         put into the chat template as a user's message; raw=true takes it as it is
-  prompts=FILE.jsonl  rows with messages (and tools), prompt (as above) or text (as it is);
+  prompts=FILE.jsonl  rows with messages or prompt (as above), and tools, or text (as it is);
                       the model does not see an answer that ends the messages
   system=TEXT         the system message of a chat
   max_new_tokens=256  temperature=0 (greedy)  top_k=0  top_p=1  min_p=0  repetition_penalty=1
-  seed=0  stop_ids=[2]  batch_size=8 (rows at a time)  cache_size=4096 (longest conversation)
+  seed=0  stop_ids=[2] (default: those of the model)  batch_size=8 (rows at a time; generate only)
+  cache_size=N        tokens to make room for, answer included: in a chat 4096, which is then the
+                      longest conversation; else the power of two that fits the longest prompt
 
 options:
   -h, --help    this text
@@ -51,7 +56,7 @@ examples:
 
 The same training command again goes on from its last checkpoint.
 exit status: 0 done, 1 training went wrong and was stopped, 2 bad input,
-             130 or 143 stopped by Ctrl-C or SIGTERM after saving
+             130 or 143 stopped by Ctrl-C or SIGTERM after saving, 141 nobody read the output
 """
 
 
@@ -60,25 +65,50 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0 is success, 1 training that had gone wrong and was stopped, 2 bad input, and 128 plus the
     number of a signal (130, 143) a run that the signal ended early: not 0, so that whatever
-    started the run does not take it for finished.
+    started the run does not take it for finished. 141 is output that its reader closed (`| head`).
 
     A mistake of the user and a failure of the system (missing file, full disk, no permission)
     become one sentence on stderr. Everything else is a fault of the program and shows itself.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # an answer may be in any script
     try:
-        return _dispatch(arguments) or 0
+        status = _dispatch(arguments) or 0
+        print(end="", flush=True)
+        return status
     except TripwireError as error:
         return _fail(str(error), status=1)
     except InputError as error:
         return _fail(str(error))
     except OSError as error:
+        if isinstance(error, BrokenPipeError) and _reader_is_gone():
+            return 128 + signal.SIGPIPE
         return _fail(_sentence(error))
     except MemoryError as error:
         return _fail(f"not enough memory ({error}); lower what the recipe asks for")
     except KeyboardInterrupt:
         print("lora-tune: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
+
+
+def _reader_is_gone() -> bool:
+    """Whether nobody reads the output any more; then what is left of it is dropped.
+
+    Otherwise the interpreter would write it out at exit, and fail once more.
+    """
+    try:
+        output = sys.stdout.fileno()
+    except OSError:  # it is no file
+        return False
+    poll = select.poll()
+    poll.register(output, 0)  # POLLERR comes without being asked for
+    if not poll.poll(0):
+        return False
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, output)
+    os.close(nowhere)
+    return True
 
 
 def _fail(sentence: str, *, status: int = 2) -> int:

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The commands `generate` and `chat`: from `key=value` words to answers on the terminal."""
 
+import codecs
 import contextlib
 import dataclasses
+import datetime
+import decimal
 import json
 import sys
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from types import NoneType
@@ -13,15 +17,22 @@ from typing import Any, get_args, get_type_hints
 from lora_tune import api, build
 from lora_tune.data import conversation
 from lora_tune.data.files import BROKEN, local_files, open_files
-from lora_tune.errors import InputError
+from lora_tune.errors import InputError, Problems, short
 from lora_tune.generation.generate import Settings, answers
-from lora_tune.generation.prompts import Prompt, has_chat_template, require_chat_template
+from lora_tune.generation.prompts import (
+    Prompt,
+    has_chat_template,
+    is_chat,
+    require_chat_template,
+)
 from lora_tune.recipe import Mesh
 
 Pairs = Sequence[tuple[str, str]]
 
 CHAT_CACHE = 4096
 """Tokens that a conversation may have unless `cache_size` says otherwise."""
+ANSWER = "answer"
+"""Column that the answer to a row is written under."""
 
 _BASE = {"model.path": str, "model.revision": str, "model.dtype": str, "model.chat_template": str}
 _MESH = {f"mesh.{field.name}": int for field in dataclasses.fields(Mesh)}
@@ -53,8 +64,8 @@ def generate(pairs: Pairs) -> None:
     prompt, path = given.pop("prompt", None), given.pop("prompts", None)
     if bool(prompt) == bool(path):
         raise InputError("expected one of prompt=TEXT and prompts=FILE.jsonl")
-    rows = list(_rows(path)) if path else []
     raw = given.pop("raw", False)
+    rows = _rows(path, raw) if path else []
     settings = _settings(given)
     model, tokenizer = _load(given)
     templated = not raw and has_chat_template(tokenizer)
@@ -65,8 +76,9 @@ def generate(pairs: Pairs) -> None:
         return
     prompts = [_row_prompt(where, row, templated) for where, row in rows]
     found = answers(model, tokenizer, prompts, settings, names=[where for where, _ in rows])
+    unicode = codecs.lookup(sys.stdout.encoding or "ascii").name == "utf-8"
     for (_, row), answer in zip(rows, found, strict=True):
-        print(json.dumps({**row, "answer": answer}, ensure_ascii=False), flush=True)
+        print(_json({**row, ANSWER: answer}, ensure_ascii=not unicode), flush=True)
 
 
 def chat(pairs: Pairs) -> None:
@@ -137,31 +149,72 @@ def _asked(text: str, templated: bool) -> Prompt:
     return [{"role": "user", "content": text}] if templated else text
 
 
-def _rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where, row) of a file of prompts."""
+def _rows(path: str, raw: bool) -> list[tuple[str, dict[str, Any]]]:
+    """(where, row) of a file of prompts, all of which can be asked and written again."""
     files = local_files(path)
     if files is None:
         raise InputError(f"prompts: there is no file {path!r}")
+    rows, problems = [], Problems(f"rows of {path!r} cannot be answered")
     for where, row in open_files(files)():
-        if BROKEN in row:
-            raise InputError(row[BROKEN])
-        if not row.keys() & {"messages", "conversations", "prompt", "text"}:
+        with problems.collected():
+            if BROKEN in row:
+                raise InputError(row[BROKEN])
+            _check_columns(where, row)
+            _row_prompt(where, row, templated=not raw)
+            rows.append((where, row))
+    problems.raise_if_any()
+    return rows
+
+
+def _check_columns(where: str, row: Mapping[str, Any]) -> None:
+    if not row.keys() & {"messages", "conversations", "prompt", "text"}:
+        found = ", ".join(sorted(row))
+        raise InputError(f"{where}: expected messages, prompt or text, found {found}")
+    if ANSWER in row:
+        raise InputError(
+            f"{where}: the row has a column `{ANSWER}` already, which the model's answer is "
+            "written to; rename it"
+        )
+    for column, value in row.items():
+        try:
+            _json(value)
+        except TypeError as error:
             raise InputError(
-                f"{where}: expected messages, prompt or text, found {', '.join(sorted(row))}"
-            )
-        yield where, row
+                f"{where}: the column `{column}` cannot be written as JSON ({error}), got "
+                f"{short(value)}; remove it from the file"
+            ) from None
+
+
+def _json(value: Any, *, ensure_ascii: bool = True) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, default=_as_text)
+
+
+def _as_text(value: Any) -> str:
+    """Values of Parquet that JSON has no type for, where the text says all of them."""
+    exact = datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, uuid.UUID
+    if isinstance(value, exact):
+        return str(value)
+    raise TypeError(f"it holds {type(value).__name__}")
 
 
 def _row_prompt(where: str, row: Mapping[str, Any], templated: bool) -> Prompt:
     """What a row asks: of messages all up to an answer at the end, as rows for training have."""
+    tools = conversation.tools(row.get("tools"), where=where)
     given = row.get("messages", row.get("conversations"))
     if given is not None:
         messages = conversation.messages(given, where=where)
         answered = len(messages) > 1 and messages[-1]["role"] == "assistant"
-        return {"messages": messages[:-1] if answered else messages, "tools": row.get("tools")}
+        return {"messages": messages[:-1] if answered else messages, "tools": tools}
     prompt = row.get("prompt", row.get("text"))
     if "prompt" in row and isinstance(prompt, str):
-        return _asked(prompt, templated)
+        prompt = _asked(prompt, templated)
+    if isinstance(prompt, list) and is_chat(prompt):
+        return {"messages": conversation.messages(prompt, where=where), "tools": tools}
+    if tools:
+        raise InputError(
+            f"{where}: `tools` are shown by the chat template, but the prompt is taken as it is, "
+            "without one; remove them or give messages"
+        )
     return prompt
 
 

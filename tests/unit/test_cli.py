@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -44,6 +46,40 @@ def test_help_answers_in_a_second_without_jax(arguments: list[str]) -> None:
     assert done.returncode == 0, done.stderr
     assert lora_tune.__version__ in done.stdout or "recipe=NAME" in done.stdout
     assert seconds < 1
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("flushed", [False, True])
+def test_output_that_nobody_reads_ends_quietly(flushed: bool, unbuffered: str) -> None:
+    code = (
+        "import sys\n"
+        "from lora_tune import cli\n"
+        f"cli._VERBS['list'] = lambda _: [print('a', flush={flushed}) for _ in range(9)] and 0\n"
+        "sys.exit(cli.main(['list']))\n"
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        timeout=60,
+    )
+    os.close(writer)
+    assert done.stderr == b""
+    assert done.returncode == 128 + signal.SIGPIPE
+
+
+def test_another_pipe_that_breaks_is_an_error(
+    api: types.ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(*_: object) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    api.train = train
+    assert cli.main(["recipe=a"]) == 2
+    assert capsys.readouterr().err == "lora-tune: error: Broken pipe\n"
 
 
 @pytest.mark.parametrize("verb", [[], ["train"]])

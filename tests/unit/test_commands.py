@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The commands `generate` and `chat`, on a model that can be run by hand."""
 
+import datetime
+import decimal
 import io
 import json
 from pathlib import Path
@@ -8,6 +10,8 @@ from typing import Any
 
 import chat_tokenizers
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from chain_model import Chain, by_hand
 
@@ -116,6 +120,109 @@ def test_every_row_of_a_file(
     assert json.loads(raw.splitlines()[2])["answer"] == answer(loaded, "What is 4?", new=6)
 
 
+TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {}}}]
+
+
+def test_tools_of_a_row_are_shown_whatever_form_its_prompt_has(
+    capsys: pytest.CaptureFixture[str], loaded: Chain, tmp_path: Path, monkeypatch: Any
+) -> None:
+    qwen = chat_tokenizers.qwen()
+    monkeypatch.setattr(commands.api, "load_run", lambda *_: (loaded, qwen))
+    rows: list[dict[str, Any]] = [
+        {"messages": [user("Hello")], "tools": TOOLS},
+        {"prompt": [user("Hello")], "tools": json.dumps(TOOLS)},
+        {"prompt": "Hello", "tools": TOOLS},
+    ]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    shown = qwen.apply_chat_template(
+        [user("Hello")], tools=TOOLS, tokenize=False, add_generation_prompt=True
+    )
+    assert "look_up" in shown
+    table = np.asarray(loaded.table[...])
+    ids = by_hand(qwen(shown)["input_ids"], table, new=6, stops=(qwen.eos_token_id,))
+    out = run(capsys, "generate", "run=a", f"prompts={path}", "max_new_tokens=6")
+    assert [json.loads(line)["answer"] for line in out.splitlines()] == [decode(qwen, ids)] * 3
+
+
+def test_columns_of_parquet_are_written_again(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    when = datetime.datetime(2024, 2, 29, 1, 2, 3, 4)
+    row = {
+        "text": "Hello",
+        "when": when,
+        "day": when.date(),
+        "price": decimal.Decimal("0.10"),
+        "nested": {"times": [when]},
+    }
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
+    out = json.loads(run(capsys, "generate", "run=a", f"prompts={path}", "max_new_tokens=1"))
+    assert datetime.datetime.fromisoformat(out["when"]) == when
+    assert datetime.date.fromisoformat(out["day"]) == when.date()
+    assert str(decimal.Decimal(out["price"])) == "0.10"
+    assert out["nested"] == {"times": [out["when"]]}
+
+
+def test_what_json_cannot_hold_is_refused_before_the_model_is_loaded(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.parquet"
+    rows = [{"text": "Hello", "image": {"bytes": b"\xff"}}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    error = run(capsys, "generate", "run=a", f"prompts={path}", status=2)
+    assert "row 0: the column `image` cannot be written as JSON (it holds bytes), got" in error
+    assert LOADED == []
+
+
+def test_all_bad_rows_are_named_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    bad = ["{", '{"a": 1}', '{"messages": 1}', '{"text": "a", "answer": "b"}']
+    bad.append('{"text": "a", "tools": [{}]}')
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(['{"text": "a"}', *bad, *bad[:2]]))
+    error = run(capsys, "generate", "run=a", f"prompts={path}", status=2)
+    assert f"7 rows of '{path}' cannot be answered: {path}:2: broken JSON" in error
+    assert ":3: expected messages, prompt or text, found a" in error
+    assert ":4: expected a non-empty list of messages, got 1" in error
+    assert ":5: the row has a column `answer` already" in error
+    assert ":6: `tools` are shown by the chat template, but the prompt is taken as it is" in error
+    assert error.endswith("; and 2 more\n")
+    assert LOADED == []
+    path.write_text('{"prompt": "a"}\n{"prompt": []}\n{"text": ""}')
+    error = run(capsys, "generate", "run=a", f"prompts={path}", status=2)
+    assert f"2 prompts cannot be answered: {path}:2 is []" in error
+    assert f"{path}:3 is empty" in error
+
+
+class Terminal(io.TextIOWrapper):
+    """An output that can hold less than Unicode."""
+
+    def __init__(self, encoding: str):
+        super().__init__(io.BytesIO(), encoding=encoding)
+
+    def text(self) -> str:
+        self.flush()
+        return self.buffer.getvalue().decode(self.encoding)  # pyright: ignore
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_answers_on_a_terminal_without_their_characters(
+    loaded: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    row = {"text": "a", "note": "ü 日本語"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    monkeypatch.setattr(commands, "answers", lambda *_, **__: iter(["ß 🙂"]))
+    monkeypatch.setattr("sys.stdout", terminal := Terminal(encoding))
+    assert cli.main(["generate", "run=a", f"prompts={tmp_path / 'rows.jsonl'}"]) == 0
+    assert json.loads(terminal.text()) == {**row, "answer": "ß 🙂"}
+    monkeypatch.setattr("sys.stdout", terminal := Terminal(encoding))
+    monkeypatch.setattr(commands, "answers", lambda *_, stream, **__: [stream(0, "ß 🙂")])
+    assert cli.main(["generate", "run=a", "prompt=b"]) == 0
+    shown = {"ascii": r"\xdf \U0001f642", "latin-1": r"ß \U0001f642", "utf-8": "ß 🙂"}
+    assert terminal.text() == shown[encoding] + "\n"
+
+
 def test_chat_remembers_what_was_said(
     capsys: pytest.CaptureFixture[str], loaded: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,6 +274,14 @@ BROKEN = '{"prompt": "a"}\n{"prompt": '
         ),
         (["generate", "run=a", 'prompts={"text": 1}'], ":1 is 1, expected a text, a list of"),
         (["generate", "run=a", 'prompts={"messages": 1}'], ":1: expected a non-empty list of"),
+        (
+            ["generate", "run=a", "raw=true", 'prompts={"prompt": "a", "tools": [{"a": 1}]}'],
+            ":1: `tools` are shown by the chat template, but the prompt is taken as it is",
+        ),
+        (
+            ["generate", "run=a", 'prompts={"prompt": "a", "answer": "b"}'],
+            ":1: the row has a column `answer` already, which the model's answer is written to",
+        ),
         (["generate", "run=a", "prompt"], "expected key=value, got 'prompt'"),
     ],
 )

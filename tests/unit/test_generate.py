@@ -130,6 +130,16 @@ def test_decode_is_compiled_once_for_all_prompts(
     assert compiled.count("jit(advance)") == 4
 
 
+def test_a_cache_without_room_for_padding_takes_one_program_more() -> None:
+    model = Chain(seed=2)
+    table = np.asarray(model.table[...])
+    TRACED.clear()
+    for n in (20, 100, 400, 520, 560, 590):
+        [prompt] = random_prompts(n)
+        assert complete(model, [prompt], cache_size=600) == [by_hand(prompt, table, new=10)]
+    assert TRACED == {1: 1, 32: 1, 128: 1, 512: 1, 600 - 10 - 512: 1}
+
+
 def test_values_of_settings_are_not_compiled(model: Any, compiled: list[str]) -> None:
     for warm in (0.5, 0.9):
         sampling = make_sampling(temperature=warm, top_k=int(10 * warm), top_p=warm)
@@ -266,16 +276,9 @@ def test_stop_ids_in_every_form(model: Any, table: np.ndarray) -> None:
     [prompt] = random_prompts(4)
     stop = by_hand(prompt, table, new=6)[3]
     wanted = by_hand(prompt, table, new=6, stops=(stop,))
-    for given in (
-        stop,
-        np.int64(stop),
-        [stop],
-        (stop, 399),
-        np.array([stop]),
-        {stop},
-        jnp.int32(stop),
-    ):
-        options = {"max_new_tokens": np.int64(6), "stop_ids": given}
+    arrays = np.int64(stop), jnp.int32(stop), np.array([stop])
+    for stop_ids in (stop, [stop], (stop, 399), {stop}, *arrays):
+        options: dict[str, Any] = {"max_new_tokens": np.int64(6), "stop_ids": stop_ids}
         assert lora_tune.generate(model, None, prompt, **options) == wanted
     assert Settings(stop_ids=0).stops() == [0]
     assert Settings(stop_ids=np.array([], int)).stops() == []  # pyright: ignore[reportArgumentType]
