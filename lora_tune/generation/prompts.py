@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts in every form to token ids, and the ids that end an answer."""
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ def plain(value: Any) -> Any:
     """Lists and numbers in place of arrays and of other sequences."""
     if hasattr(value, "tolist"):  # of numpy, jax and torch
         return value.tolist()
-    if isinstance(value, Sequence | Set) and not isinstance(value, str | bytes):
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return [plain(part) for part in value]
     return value
 

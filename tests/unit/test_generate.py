@@ -277,7 +277,7 @@ def test_stop_ids_in_every_form(model: Any, table: np.ndarray) -> None:
     stop = by_hand(prompt, table, new=6)[3]
     wanted = by_hand(prompt, table, new=6, stops=(stop,))
     arrays = np.int64(stop), jnp.int32(stop), np.array([stop])
-    for stop_ids in (stop, [stop], (stop, 399), {stop}, *arrays):
+    for stop_ids in (stop, [stop], (stop, 399), range(stop, stop + 1), *arrays):
         options: dict[str, Any] = {"max_new_tokens": np.int64(6), "stop_ids": stop_ids}
         assert lora_tune.generate(model, None, prompt, **options) == wanted
     assert Settings(stop_ids=0).stops() == [0]
@@ -439,6 +439,7 @@ NO_TEMPLATE = chat_tokenizers.qwen(None)
         ([], {}, "prompts is [], expected a text, a list of messages, a list of token ids, or"),
         (None, {}, "prompts is None, expected a text"),
         (7, {}, "prompts is 7, expected a text"),
+        ({"a", "b"}, {}, "expected a text, a list of messages, a list of token ids, or a list"),
         (["", "a", ""], {}, "2 prompts cannot be answered: prompt 0 is empty; the model needs"),
         ("a", {"model": "x"}, "model is 'x', expected a model: load_model gives one"),
         ("a", {"tokenizer": "x"}, "tokenizer is 'x', expected a tokenizer, or None for prompts"),
