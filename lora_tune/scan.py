@@ -282,12 +282,18 @@ def _barrier(length: int | None) -> Iterator[None]:
         yield
 
 
-def _activations(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Policy: keep everything but what takes a layer's weights out of their stack and gathers them.
+_WEIGHTS_AGAIN = frozenset(
+    ("dynamic_slice", "squeeze", "layout_constraint", "all_gather", "convert_element_type")
+)
 
-    Kept, those would be a second copy of all weights, and a copy without shards.
+
+def _activations(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Policy: keep everything but what takes a layer's weights from their stack, gathers and casts.
+
+    Kept, those would be a second copy of all weights, and a copy without shards. Activations that
+    are cast cost little to cast again.
     """
-    return primitive.name not in ("dynamic_slice", "squeeze", "layout_constraint", "all_gather")
+    return primitive.name not in _WEIGHTS_AGAIN
 
 
 REMAT: Mapping[str, Callable[..., Any]] = {

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from lora_tune.lora.inject import add_lora
 from lora_tune.models.decoder import DecoderOptions
@@ -255,6 +256,31 @@ def test_no_scan_gives_back_matrices_of_experts_where_activations_are_kept():
     assert matrices == {(16, width), (width, 16)}
     assert any(width in shape for shape in shapes)  # activations of experts are kept
     assert not {shape for shape in shapes if shape[-2:] in matrices}
+
+
+def test_full_training_keeps_no_rounded_copy_of_its_weights():
+    """Where activations are kept, the weights cast to bfloat16 are not: they are cast again."""
+    width = 11
+    options = DecoderOptions(dtype=jnp.bfloat16, param_dtype=jnp.float32, remat="none")
+    model = cases.make(options, lora=None, moe_intermediate_size=width)
+    graphdef, weights = nnx.split(model)
+
+    def loss(weights):
+        nll, _ = nnx.merge(graphdef, weights, copy=True)(tokens, targets=tokens)
+        return jnp.sum(nll)
+
+    tokens = jnp.ones((1, LENGTH), jnp.int32)
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(weights)
+    found = {
+        (var.aval.dtype.name, var.aval.shape)
+        for eqn, _ in cases.equations(jaxpr.jaxpr)
+        if eqn.primitive.name == "scan"
+        for var in eqn.outvars
+    }
+    matrices = ((16, width), (width, 16))
+    assert any(kind == "float32" and shape[-2:] in matrices for kind, shape in found)  # gradients
+    assert any(kind == "bfloat16" and width in shape for kind, shape in found)  # activations
+    assert not [f for f in found if f[0] == "bfloat16" and f[1][-2:] in matrices]
 
 
 def test_frozen_weights_are_inputs_only():
