@@ -70,6 +70,11 @@ def load_model(
       InputError: the folder, its configuration or its files are not what they should be.
     """
     _expect("path", path, str | Path)
+    _expect("mesh", mesh, Mesh | None)
+    for name, text in (("revision", revision), ("chat_template", chat_template)):
+        _expect(name, text, str | None)
+    _expect("scan_layers", scan_layers, bool)
+    _expect("param_scan_axis", param_scan_axis, int)
     if dtype not in ("bfloat16", "float32"):
         raise InputError(f"dtype is {dtype!r}, expected 'bfloat16' or 'float32'")
     section = recipes.Model(
@@ -113,6 +118,7 @@ def load_run(folder: str | Path, overrides: Sequence[str] = ()) -> tuple[Decoder
     Raises:
       InputError: this is no run folder, or the run has not written its result yet.
     """
+    _expect("folder", folder, str | Path)
     folder = Path(folder)
     if not (folder / "recipe.yaml").is_file():
         raise InputError(f"{folder} is no run folder: there is no recipe.yaml in it")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Load the tokenizer and chat template that belong to a model."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,8 @@ def load(path: str, *, vocab_size: int | None = None) -> "PreTrainedTokenizerBas
     `vocab_size` is the number of rows of the model's embedding; ids beyond it are an error.
     Code from the model repository is never run; templates render in transformers' sandbox.
     """
+    # Without torch, transformers advises to install it; for tokenizers nothing is missing.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer
 
     local = Path(path).expanduser()

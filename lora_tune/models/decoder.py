@@ -148,11 +148,15 @@ class DecoderOptions:
     def __post_init__(self) -> None:
         if self.remat not in scan.REMAT:
             raise InputError(f"remat is {self.remat!r}, expected one of {', '.join(scan.REMAT)}")
-        if self.param_scan_axis < 0 or self.loss_chunk < 1:
+        # The largest weights of one layer, routed experts, have three axes.
+        most = 3 if self.scan_layers else 0
+        if not 0 <= self.param_scan_axis <= most:
             raise InputError(
-                f"expected param_scan_axis >= 0 and loss_chunk >= 1, got {self.param_scan_axis} "
-                f"and {self.loss_chunk}"
+                f"param_scan_axis is {self.param_scan_axis}, expected 0 to 3, and 0 where "
+                "scan_layers is False"
             )
+        if self.loss_chunk < 1:
+            raise InputError(f"loss_chunk is {self.loss_chunk}, expected at least 1")
 
 
 def segment_positions(segment_ids: jax.Array) -> jax.Array:

@@ -8,6 +8,7 @@ from hf_cases import tiny
 
 import lora_tune
 from lora_tune.errors import InputError
+from lora_tune.models.decoder import DecoderOptions
 
 MODEL = tiny()
 
@@ -24,6 +25,13 @@ MODEL = tiny()
         (lambda: lora_tune.save_adapter("base", "a"), "model is 'base', expected Decoder"),
         (lambda: lora_tune.save_merged("base", "a"), "model is 'base', expected Decoder"),
         (lambda: lora_tune.load_model(5), "path is 5, expected str | Path"),
+        (lambda: lora_tune.load_model("m", mesh=5), "mesh is 5, expected Mesh | None"),
+        (lambda: lora_tune.load_model("m", scan_layers="no"), "scan_layers is 'no', expected bool"),
+        (lambda: lora_tune.load_model("m", param_scan_axis="1"), "param_scan_axis is '1', exp"),
+        (lambda: lora_tune.load_model("m", chat_template=5), "chat_template is 5, expected str"),
+        (lambda: lora_tune.load_run(None), "folder is None, expected str | Path"),
+        (lambda: DecoderOptions(param_scan_axis=9), "param_scan_axis is 9, expected 0 to 3"),
+        (lambda: DecoderOptions(param_scan_axis=1, scan_layers=False), "0 where scan_layers is F"),
         (lambda: lora_tune.train("quickstart", "lora.r=4"), "overrides is 'lora.r=4', expected a"),
         (lambda: lora_tune.train("quickstart", {"lora.r": 4}), "overrides is {'lora.r': 4}, exp"),
         (lambda: lora_tune.train("quickstart", [4]), "overrides is [4], expected a list of texts"),
