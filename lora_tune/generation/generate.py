@@ -3,7 +3,6 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from lora_tune.errors import InputError, Problems, short
@@ -164,16 +163,22 @@ def answers(
     if names is None:
         names = ["the prompt"] if count == 1 else [f"prompt {i}" for i in range(count)]
     vocab_size = model.config.vocab_size
+    stop_ids = settings.stops()
+    for i in stop_ids or ():
+        if i >= vocab_size:
+            raise InputError(
+                f"stop_ids: {i} is no token id of this model, expected integers from 0 to "
+                f"{vocab_size - 1}"
+            )
     encoded, problems = list[list[int]](), Problems("prompts cannot be answered")
     for prompt, name in zip(given, names, strict=True):
         with problems.collected():
             encoded.append(encode(prompt, tokenizer, vocab_size=vocab_size, where=name))
     problems.raise_if_any()
-    folder = None if model.origin is None else model.origin.folder
-    cache_size = _cache_size(encoded, names, settings, folder)
-    stop_ids = settings.stops()
+    cache_size = _cache_size(encoded, names, settings, max_positions(model))
     if stop_ids is None:
         chat = any(map(is_chat, given))
+        folder = None if model.origin is None else model.origin.folder
         stop_ids = stop_ids_of(folder, tokenizer, chat=chat)
     split = split_model(model)
     weights = {**split.frozen, **split.trainable}
@@ -224,24 +229,34 @@ class _Collected:
         return decode(self._tokenizer, self._ids)
 
 
+def max_positions(model: Decoder) -> int | None:
+    """The longest sequence that a model's `config.json` speaks of, None where it does not."""
+    if model.origin is None:
+        return None
+    found = read_json(model.origin.folder / "config.json").get("max_position_embeddings")
+    return found if isinstance(found, int) else None
+
+
 def _cache_size(
     encoded: Sequence[Sequence[int]],
     names: Sequence[str],
     settings: Settings,
-    folder: Path | None,
+    positions: int | None,
 ) -> int:
     """Slots of the cache, one size for all batches; checks that every prompt fits."""
     length, name = max((len(ids), name) for ids, name in zip(encoded, names, strict=True))
-    new = settings.max_new_tokens
-    limits = {"cache_size": settings.cache_size}
-    if folder is not None:
-        found = read_json(folder / "config.json").get("max_position_embeddings")
-        limits["max_position_embeddings of the model"] = found if isinstance(found, int) else None
-    for limit, size in limits.items():
-        if size is not None and length + new > size:
-            more = ", or raise it" if limit == "cache_size" else ""
+    new, size = settings.max_new_tokens, settings.cache_size
+    limits = {"max_position_embeddings of the model": positions, "cache_size": size}
+    for limit, most in limits.items():
+        if most is not None and length + new > most:
+            more = ", or raise cache_size" if limit == "cache_size" else ""
             raise InputError(
                 f"{name} has {length} tokens, which with max_new_tokens={new} is more than the "
-                f"{limit}, {size}; shorten the prompt or lower max_new_tokens{more}"
+                f"{limit}, {most}; shorten {name} or lower max_new_tokens{more}"
             )
-    return settings.cache_size or engine.cache_slots(length, new)
+    if size is not None and positions is not None and size > positions:
+        raise InputError(
+            f"cache_size={size} is more than the max_position_embeddings of the model, "
+            f"{positions}; lower it"
+        )
+    return size or engine.cache_slots(length, new)

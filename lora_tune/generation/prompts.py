@@ -40,7 +40,7 @@ def plain(value: Any) -> Any:
     """Lists and numbers in place of arrays and of other sequences."""
     if hasattr(value, "tolist"):  # of numpy, jax and torch
         return value.tolist()
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray):
         return [plain(part) for part in value]
     return value
 
@@ -55,7 +55,10 @@ def is_chat(prompt: Prompt) -> bool:
 def is_ids(prompt: Prompt) -> bool:
     """Whether a prompt is a list of token ids."""
     return (
-        isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], int | np.integer)
+        isinstance(prompt, Sequence)
+        and not isinstance(prompt, bytes | bytearray)
+        and len(prompt) > 0
+        and isinstance(prompt[0], int | np.integer)
     )
 
 
@@ -126,6 +129,8 @@ def _render(prompt: Any, tokenizer: Any, where: str) -> str:
             f"{where}: the last message is the assistant's, so there is nothing to answer; remove "
             "it or add a message"
         )
+    for i, message in enumerate(messages):
+        _text(message["content"], f"{where}, message {i},")
     tools = conversation.tools(prompt.get("tools"), where=where)
     return Template(tokenizer, tools, where).render(messages, prompt=True)
 

@@ -210,6 +210,8 @@ def test_generate_reads_them_from_the_folder(
     assert given == whole
     with pytest.raises(InputError, match="more than the max_position_embeddings of the model, 20"):
         lora_tune.generate(model, tokenizer, prompt, max_new_tokens=17)
+    with pytest.raises(InputError, match="cache_size=21 is more than the max_position_embeddings"):
+        lora_tune.generate(model, tokenizer, prompt, max_new_tokens=9, cache_size=21)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -237,6 +239,10 @@ NO_TEMPLATE = chat_tokenizers.qwen(None)
         ("a", {"stop_ids": 2.5}, "an id in stop_ids must be an integer of at least 0 and below"),
         ("a", {"stop_ids": "2"}, "an id in stop_ids must be an integer of at least 0 and below"),
         ("a", {"stop_ids": [[2]]}, "below 2**31, got [2]"),
+        ("a", {"stop_ids": [2, VOCAB]}, f"stop_ids: {VOCAB} is no token id of this model"),
+        (b"hello", {}, "prompts is b'hello', expected a text"),
+        (bytearray(b"a"), {}, "prompts is bytearray(b'a'), expected a text"),
+        ([b"hello"], {}, "the prompt is b'hello', expected a text"),
         ("", {}, "the prompt is empty"),
         (["a", ""], {}, "prompt 1 is empty"),
         ([[]], {}, "the prompt is [], expected a text, a list of messages or a list of token ids"),
@@ -244,6 +250,11 @@ NO_TEMPLATE = chat_tokenizers.qwen(None)
         ([1, -1], {}, "-1 is no token id of this model"),
         ([1, 2.5], {}, "2.5 is no token id of this model"),
         ("\udc80", {}, "the prompt is not UTF-8 text (character 0)"),
+        (
+            [*HELLO, {"role": "user", "content": "ab\udc80"}],
+            {},
+            "the prompt, message 1, is not UTF-8 text (character 2)",
+        ),
         ([{"role": "boss", "content": "a"}], {}, "role 'boss' is unknown"),
         ({"messages": []}, {}, "expected a non-empty list of messages"),
         ({"message": HELLO}, {}, "expected the keys messages and tools"),
@@ -276,7 +287,7 @@ NO_TEMPLATE = chat_tokenizers.qwen(None)
             [1, 2, 3],
             {"cache_size": 10, "max_new_tokens": 8},
             "the prompt has 3 tokens, which with max_new_tokens=8 is more than the cache_size, 10; "
-            "shorten the prompt or lower max_new_tokens, or raise it",
+            "shorten the prompt or lower max_new_tokens, or raise cache_size",
         ),
     ],
 )
