@@ -203,7 +203,7 @@ def b_norms(model: Any, config: LoraConfig) -> Callable[[Mapping[str, Any]], dic
         b_path = (*path[:-1], LORA_B)
         name = "/".join(map(str, b_path))
         kept[name] = adapter_leaf(leaves[path], adapters[b_path]).stack_axes[: stack.ranks.ndim]
-        for cell in zip(*np.nonzero(stack.ranks), strict=True):
+        for cell in filter(stack.ranks.__getitem__, np.ndindex(stack.ranks.shape)):
             modules[name, cell] = module_name(np.atleast_1d(leaves[path].names[cell])[0])
 
     def measure(weights: Mapping[str, Any]) -> dict[str, float]:

@@ -362,7 +362,8 @@ def test_dropout_follows_from_the_key():
 
 @pytest.mark.parametrize("scan_axis", [0, 1])
 def test_a_layer_that_learns_nothing_does_not_hide_in_its_stack(scan_axis):
-    config = LoraConfig(r=2, target_modules=["q_proj", "up_proj"], layers_to_transform=[0, 3, 6, 7])
+    some = [0, 3, 6, 7]
+    config = LoraConfig(r=2, target_modules=["q_proj", "up_proj"], layers_to_transform=some)
     options = DecoderOptions(param_scan_axis=scan_axis)
     model = cases.make(options, lora=config, **LAYERS)
     weights = split_model(model).trainable
@@ -380,6 +381,14 @@ def test_a_layer_that_learns_nothing_does_not_hide_in_its_stack(scan_axis):
     second = tuple(1 if axis == "block" else slice(None) for axis in axes)
     still = measure({**weights, name: weights[name].at[second].set(0.0)})
     assert [module for module, norm in still.items() if norm == 0] == [attention[-1]]
+
+
+def test_the_head_is_watched_too():
+    config = LoraConfig(r=2, target_modules=["lm_head"])
+    model = cases.make(lora=config)
+    weights = split_model(model).trainable
+    (b,) = (array for name, array in weights.items() if name.endswith("lora_b"))
+    assert b_norms(model, config)(weights) == {"lm_head": pytest.approx(float(jnp.linalg.norm(b)))}
 
 
 def draws(f, *args):
