@@ -288,11 +288,15 @@ def check_size(recipe: schema.Recipe, model: Decoder, mesh: Mesh | None) -> None
     """
     length, config = recipe.data.max_length, model.config
     limit = read_json(model.origin.folder / "config.json").get("max_position_embeddings")
-    if isinstance(limit, int) and length > limit:
-        raise InputError(
-            f"data.max_length ({length}) is more than the model's max_position_embeddings "
-            f"({limit}); lower it"
-        )
+    wanted = {"data.max_length": length}
+    if recipe.eval.num_samples:
+        wanted["eval.max_new_tokens"] = recipe.eval.max_new_tokens
+    for key, tokens in wanted.items():
+        if isinstance(limit, int) and tokens > limit:
+            raise InputError(
+                f"{key} ({tokens}) is more than the model's max_position_embeddings ({limit}); "
+                "lower it"
+            )
     width = config.hidden_size * jnp.dtype(recipe.model.dtype).itemsize
     rows, host = recipe.train.batch_size, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     at_once = rows // recipe.train.gradient_accumulation_steps

@@ -85,11 +85,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, BrokenPipeError) and _reader_is_gone():
             return 128 + signal.SIGPIPE
         return _fail(_sentence(error))
-    except MemoryError as error:
-        return _fail(f"not enough memory ({error}); lower what the recipe asks for")
     except KeyboardInterrupt:
         print("lora-tune: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
+    except Exception as error:
+        if not _is_out_of_memory(error):
+            raise
+        return _fail(
+            f"not enough memory ({str(error).splitlines()[0] if str(error) else 'no more is said'})"
+            "; lower batch_size or cache_size, or what the recipe asks for"
+        )
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether the host or a device has no more memory; jax, whose error it is, need not be here."""
+    return isinstance(error, MemoryError) or (
+        type(error).__name__ == "JaxRuntimeError"
+        and any(word in str(error) for word in ("RESOURCE_EXHAUSTED", "Out of memory"))
+    )
 
 
 def _reader_is_gone() -> bool:

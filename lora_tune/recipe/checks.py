@@ -170,6 +170,9 @@ def _reports(recipe: Recipe) -> Iterator[str]:
             if getattr(recipe.eval, key):
                 yield f"eval.{key} needs held-out rows; set data.eval_path"
     if recipe.eval.samples_every and not recipe.eval.num_samples:
-        yield "eval.samples_every has no effect with eval.num_samples: 0; set eval.num_samples"
+        keys = "eval.num_samples"
+        if recipe.data.eval_path is None:
+            keys += " and data.eval_path"
+        yield f"eval.samples_every has no effect with eval.num_samples: 0; set {keys}"
     if recipe.log.report_to == "none" and recipe.log.wandb_mode == "online":
         yield "log.wandb_mode has no effect without log.report_to: wandb"

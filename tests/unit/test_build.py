@@ -114,3 +114,10 @@ def test_the_fingerprint_has_the_keys_of_the_recipe(tmp_path):
         key, _ = override.split("=")
         assert {k for k in first | other if first.get(k) != other.get(k)} == {key}
     assert build.fingerprint(loaded(tmp_path, "lora=null"), source)["lora"] == "null"
+
+
+def test_an_answer_has_no_more_tokens_than_the_model_has_positions(tmp_path):
+    fits = "data.max_length=64", "data.eval_path=b.jsonl", "eval.max_new_tokens=65"
+    check(tmp_path, *fits, max_position_embeddings=64)  # no answers are asked for
+    with pytest.raises(InputError, match=r"eval\.max_new_tokens \(65\) is more than the model's"):
+        check(tmp_path, *fits, "eval.num_samples=1", max_position_embeddings=64)

@@ -139,6 +139,15 @@ def test_bad_usage_is_one_sentence(
         (PermissionError(13, "Permission denied"), "Permission denied"),
         (ConnectionError("the hub\ndid not answer"), "the hub did not answer"),
         (TimeoutError(), "TimeoutError"),
+        (
+            MemoryError("9 GB"),
+            "not enough memory (9 GB); lower batch_size or cache_size, or what the recipe asks for",
+        ),
+        (
+            type("JaxRuntimeError", (RuntimeError,), {})("RESOURCE_EXHAUSTED: 9 bytes.\nmore"),
+            "not enough memory (RESOURCE_EXHAUSTED: 9 bytes.); lower batch_size or cache_size, or "
+            "what the recipe asks for",
+        ),
     ],
 )
 def test_what_the_user_can_mend_is_one_sentence(
@@ -185,12 +194,15 @@ def test_training_gone_wrong_is_one_sentence(
     assert capsys.readouterr().err == "lora-tune: error: the loss of step 3 is nan\n"
 
 
-def test_a_fault_of_the_program_is_not_hidden(api: types.ModuleType) -> None:
+@pytest.mark.parametrize(
+    "fault", [ZeroDivisionError(), type("JaxRuntimeError", (RuntimeError,), {})("INTERNAL: a")]
+)
+def test_a_fault_of_the_program_is_not_hidden(api: types.ModuleType, fault: Exception) -> None:
     def broken(*_: object) -> None:
-        raise ZeroDivisionError
+        raise fault
 
     api.train = broken
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(type(fault)):
         cli.main(["recipe=a"])
 
 

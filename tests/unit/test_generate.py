@@ -202,7 +202,7 @@ def test_generate_reads_them_from_the_folder(
     whole = by_hand(prompt, table, new=9)
     (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 20}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": whole[5]}))
-    model = Chain()
+    model: Any = Chain()
     model.origin = Folder(tmp_path)
     first = whole.index(whole[5])
     assert lora_tune.generate(model, tokenizer, prompt, max_new_tokens=9) == whole[:first]

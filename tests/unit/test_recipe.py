@@ -245,7 +245,8 @@ def test_wrong_types(smallest: str, override: str, said: str) -> None:
         (["eval.every=2"], "eval.every needs held-out rows; set data.eval_path"),
         (
             ["eval.samples_every=5"],
-            "eval.samples_every has no effect with eval.num_samples: 0; set eval.num_samples",
+            "eval.samples_every has no effect with eval.num_samples: 0; set eval.num_samples "
+            "and data.eval_path",
         ),
         (["eval.max_new_tokens=0"], "eval.max_new_tokens must be at least 1, got 0"),
         (["eval.num_samples=2"], "eval.num_samples needs held-out rows; set data.eval_path"),
