@@ -24,7 +24,7 @@ tpu_memory = pytest.importorskip("tpu_memory")
 
 SLICE = "v5:2x2x1"
 # Qwen3-Next in small: five blocks of three linear layers and one full-attention layer, 28 experts
-# on four chips. No other size is 5 or 7.
+# on four chips. No other size is 5 or 7, and rows of 192 tokens are as long as no weight.
 BLOCKS, RUN, EXPERTS, CHIPS = 5, 3, 28, 4
 CONFIG = {
     "vocab_size": 256,
@@ -54,7 +54,7 @@ def step():
     model = Decoder(family, family.read_config(CONFIG), options)
     model = add_lora(model, LoraConfig(r=8, lora_alpha=8))
     mesh = tpu_memory.topology_mesh(SLICE, expert=CHIPS)
-    return model, tpu_memory.trace_step(model, mesh, length=128).lower().compile().as_text()
+    return model, tpu_memory.trace_step(model, mesh, length=192).lower().compile().as_text()
 
 
 def buffers(hlo):
@@ -96,11 +96,9 @@ def test_no_frozen_stack_is_copied_whole(step):
             local = (n // CHIPS if a == "expert" else n for n, a in zip(shape, axes, strict=True))
             stacks.add(tuple(sorted(n for n in local if n > 1)))
     assert len(stacks) > 5
-    made = [
-        (op, tuple(sorted(n for n in shape if n > 1)), text) for op, shape, text in buffers(hlo)
-    ]
-    assert [m for m in made if re.match(r"copy|transpose", m[0])]
-    assert not [m for m in made if m[1] in stacks]
+    made = [(op, tuple(sorted(n for n in shape if n > 1))) for op, shape, _ in buffers(hlo)]
+    assert [op for op, _ in made if re.match(r"copy|transpose", op)]
+    assert not [m for m in made if m[1] in stacks]  # whatever the operation
 
 
 @pytest.mark.slow
