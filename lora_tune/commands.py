@@ -7,7 +7,9 @@ import dataclasses
 import datetime
 import decimal
 import json
+import signal
 import sys
+import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
@@ -18,7 +20,7 @@ from lora_tune import api, build
 from lora_tune.data import conversation
 from lora_tune.data.files import BROKEN, local_files, open_files
 from lora_tune.errors import InputError, Problems, short
-from lora_tune.generation.generate import Settings, answers
+from lora_tune.generation.generate import Settings, Stream, answers, max_positions
 from lora_tune.generation.prompts import (
     Prompt,
     has_chat_template,
@@ -37,9 +39,12 @@ ANSWER = "answer"
 _BASE = {"model.path": str, "model.revision": str, "model.dtype": str, "model.chat_template": str}
 _MESH = {f"mesh.{field.name}": int for field in dataclasses.fields(Mesh)}
 _SETTINGS = get_type_hints(Settings)
-_GENERATE = {"run": str, "prompt": str, "prompts": str, "raw": bool, **_SETTINGS, **_BASE, **_MESH}
-_CHAT = {"run": str, "system": str, **_SETTINGS, **_BASE, **_MESH}
-del _CHAT["batch_size"]
+_SHARED = {**_SETTINGS, **_BASE, **_MESH}
+_KEYS: dict[str, dict[str, Any]] = {
+    "generate": {"run": str, "prompt": str, "prompts": str, "raw": bool, **_SHARED},
+    "chat": {"run": str, "system": str, **_SHARED},
+}
+del _KEYS["chat"]["batch_size"]
 # What other tools call the same thing.
 _FOREIGN = {
     "adapter": "run",
@@ -60,9 +65,9 @@ _FOREIGN = {
 
 def generate(pairs: Pairs) -> None:
     """Answers `prompt=`, as it comes, or every row of `prompts=`, one JSON line an answer."""
-    given = _parse(pairs, _GENERATE)
+    given = _parse(pairs, "generate")
     prompt, path = given.pop("prompt", None), given.pop("prompts", None)
-    if bool(prompt) == bool(path):
+    if (prompt is None) == (path is None):
         raise InputError("expected one of prompt=TEXT and prompts=FILE.jsonl")
     raw = given.pop("raw", False)
     rows = _rows(path, raw) if path else []
@@ -71,7 +76,8 @@ def generate(pairs: Pairs) -> None:
     templated = not raw and has_chat_template(tokenizer)
     if prompt:
         asked = _asked(prompt, templated)
-        list(answers(model, tokenizer, [asked], settings, stream=_show, once=True))
+        with _shown() as show:
+            list(answers(model, tokenizer, [asked], settings, stream=show, once=True))
         print()
         return
     prompts = [_row_prompt(where, row, templated) for where, row in rows]
@@ -83,24 +89,33 @@ def generate(pairs: Pairs) -> None:
 
 def chat(pairs: Pairs) -> None:
     """Answers each line of the input as the next message of one conversation, until it ends."""
-    given = _parse(pairs, _CHAT)
+    given = _parse(pairs, "chat")
     system = given.pop("system", None)
-    settings = _settings({"cache_size": CHAT_CACHE, **given})
+    settings = _settings(given)
     model, tokenizer = _load(given)
     require_chat_template(tokenizer, "chat")
+    if settings.cache_size is None:
+        fits = min(CHAT_CACHE, max_positions(model) or CHAT_CACHE)
+        settings = dataclasses.replace(settings, cache_size=fits)
     history = [] if system is None else [{"role": "system", "content": system}]
-    for turn, line in enumerate(_lines()):
-        history.append({"role": "user", "content": line})
-        drawn = dataclasses.replace(settings, seed=settings.seed + turn)
-        [answer] = answers(model, tokenizer, [history], drawn, stream=_show)
-        print(flush=True)
-        history.append({"role": "assistant", "content": answer})
+    names = ["the conversation"]
+    with _shown() as show:
+        for turn, line in enumerate(_lines()):
+            history.append({"role": "user", "content": line})
+            drawn = dataclasses.replace(settings, seed=settings.seed + turn)
+            [answer] = answers(model, tokenizer, [history], drawn, stream=show, names=names)
+            print(flush=True)
+            history.append({"role": "assistant", "content": answer})
 
 
-def _parse(pairs: Pairs, known: Mapping[str, Any]) -> dict[str, Any]:
+def _parse(pairs: Pairs, command: str) -> dict[str, Any]:
     """The values by key, the last of equal keys; InputError about a key or value that cannot be."""
+    known = _KEYS[command]
     for key, _ in pairs:
         if key not in known:
+            other = next((name for name, keys in _KEYS.items() if key in keys), None)
+            if other is not None:
+                raise InputError(f"{key} has no meaning in {command}, only in {other}; remove it")
             close = get_close_matches(key, known, n=1)
             meant = _FOREIGN.get(key) if _FOREIGN.get(key) in known else next(iter(close), None)
             hint = f"did you mean {meant!r}?" if meant else f"expected one of {', '.join(known)}"
@@ -115,6 +130,8 @@ def _value(key: str, hint: Any, text: str) -> Any:
             return None
         hint = options[0]
     if hint is str:
+        if not text:
+            raise InputError(f"{key} is empty; give it a value or remove it")
         return text
     if hint is bool:
         if text not in ("true", "false"):
@@ -168,7 +185,7 @@ def _rows(path: str, raw: bool) -> list[tuple[str, dict[str, Any]]]:
 
 def _check_columns(where: str, row: Mapping[str, Any]) -> None:
     if not row.keys() & {"messages", "conversations", "prompt", "text"}:
-        found = ", ".join(sorted(row))
+        found = ", ".join(sorted(row)) or "an empty row"
         raise InputError(f"{where}: expected messages, prompt or text, found {found}")
     if ANSWER in row:
         raise InputError(
@@ -236,5 +253,28 @@ def _lines() -> Iterator[str]:
             yield line
 
 
-def _show(_: int, piece: str) -> None:
-    print(piece, end="", flush=True)
+@contextlib.contextmanager
+def _shown() -> Iterator[Stream]:
+    """A stream that prints answers; Ctrl-C, which is raised, ends the line that it came in."""
+    interrupted = threading.Event()
+
+    def interrupt(*_: Any) -> None:
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    def show(_: int, piece: str) -> None:
+        if interrupted.is_set():  # raised in a callback of jax, which drops exceptions
+            raise KeyboardInterrupt
+        print(piece, end="", flush=True)
+
+    before = signal.getsignal(signal.SIGINT)
+    if before == signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield show
+    except KeyboardInterrupt:
+        print(flush=True)
+        raise
+    finally:
+        if before == signal.default_int_handler:
+            signal.signal(signal.SIGINT, before)

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The commands `generate` and `chat`, on a model that can be run by hand."""
 
+import contextlib
+import dataclasses
 import datetime
 import decimal
 import io
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -241,7 +244,52 @@ def test_a_conversation_that_is_too_long_ends_with_a_sentence(
     assert cli.main(["chat", "run=a", "max_new_tokens=5", "cache_size=40"]) == 2
     out, err = capsys.readouterr()
     assert 1 <= out.count("\n") < 9
-    assert "more than the cache_size, 40" in err
+    assert "the conversation has " in err
+    assert (
+        "more than the cache_size, 40; shorten the conversation or lower max_new_tokens, or" in err
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Folder:
+    folder: Path
+
+
+def test_a_chat_has_no_more_room_than_the_model_has_positions(
+    capsys: pytest.CaptureFixture[str],
+    loaded: Chain,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 64}')
+    loaded.origin = Folder(tmp_path)
+    monkeypatch.setattr("sys.stdin", io.StringIO("a\n"))
+    run(capsys, "chat", "run=a", "max_new_tokens=5")
+    monkeypatch.setattr("sys.stdin", io.StringIO("a\n"))
+    error = run(capsys, "chat", "run=a", "max_new_tokens=5", "cache_size=65", status=2)
+    assert "cache_size=65 is more than the max_position_embeddings of the model, 64" in error
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_an_interrupt_ends_the_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, lost: bool
+) -> None:
+    """Also one whose exception was raised where it is dropped, as in a callback of jax."""
+
+    def interrupted(*_: Any, stream: Any, **__: Any) -> list[str]:
+        stream(0, "half an")
+        with contextlib.suppress(KeyboardInterrupt) if lost else contextlib.nullcontext():
+            signal.raise_signal(signal.SIGINT)
+        stream(0, " answer")
+        return [""]
+
+    monkeypatch.setattr(commands, "answers", interrupted)
+    monkeypatch.setattr("sys.stdin", io.StringIO("a\n"))
+    before = signal.getsignal(signal.SIGINT)
+    for command in (["generate", "run=a", "prompt=a"], ["chat", "run=a"]):
+        assert cli.main(command) == 130
+        assert capsys.readouterr() == ("half an\n", "lora-tune: interrupted\n")
+    assert signal.getsignal(signal.SIGINT) == before
 
 
 BROKEN = '{"prompt": "a"}\n{"prompt": '
@@ -256,7 +304,8 @@ BROKEN = '{"prompt": "a"}\n{"prompt": '
         (["chat"], "expected run=DIR, the folder of a run, or model.path=PATH"),
         (["chat", "run=a", "temprature=1"], "'temprature': did you mean 'temperature'?"),
         (["chat", "run=a", "max_tokens=1"], "'max_tokens': did you mean 'max_new_tokens'?"),
-        (["chat", "run=a", "batch_size=1"], "unknown key 'batch_size'"),
+        (["chat", "run=a", "batch_size=1"], "batch_size has no meaning in chat, only in generate"),
+        (["generate", "run=a", "system=a"], "system has no meaning in generate, only in chat"),
         (["chat", "run=a", "model.dtpe=1"], "'model.dtpe': did you mean 'model.dtype'?"),
         (["chat", "run=a", "zzz=1"], "unknown key 'zzz': expected one of run, system, max_new"),
         (["chat", "run=a", "top_k=many"], "top_k must be an integer, got 'many'"),
@@ -264,7 +313,10 @@ BROKEN = '{"prompt": "a"}\n{"prompt": '
         (["chat", "run=a", "stop_ids=[a]"], "stop_ids must be integers with commas between"),
         (["chat", "run=a", "temperature=-1"], "temperature must be a number at least 0, got -1.0"),
         (["generate", "run=a", "prompt=b", "raw=yes"], "raw must be true or false, got 'yes'"),
-        (["generate", "run=a", "prompt="], "expected one of prompt=TEXT and"),
+        (["generate", "run=a", "prompt="], "prompt is empty; give it a value or remove it"),
+        (["chat", "run="], "run is empty"),
+        (["chat", "model.path="], "model.path is empty"),
+        (["generate", "run=a", "prompts={}"], ":1: expected messages, prompt or text, found an "),
         (["generate", "run=a", "prompts=/none.jsonl"], "'/none.jsonl' does not exist"),
         (["generate", "run=a", "prompts=none"], "prompts: there is no file 'none'"),
         (["generate", "run=a", f"prompts={BROKEN}"], ":2: broken JSON at column 12"),
