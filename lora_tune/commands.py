@@ -7,16 +7,18 @@ import dataclasses
 import datetime
 import decimal
 import json
+import math
 import signal
 import sys
 import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
-from lora_tune import api, build
+from lora_tune import api, build, recipe
 from lora_tune.data import conversation
 from lora_tune.data.files import BROKEN, local_files, open_files
 from lora_tune.errors import InputError, Problems, short
@@ -27,7 +29,6 @@ from lora_tune.generation.prompts import (
     is_chat,
     require_chat_template,
 )
-from lora_tune.recipe import Mesh
 
 Pairs = Sequence[tuple[str, str]]
 
@@ -37,7 +38,7 @@ ANSWER = "answer"
 """Column that the answer to a row is written under."""
 
 _BASE = {"model.path": str, "model.revision": str, "model.dtype": str, "model.chat_template": str}
-_MESH = {f"mesh.{field.name}": int for field in dataclasses.fields(Mesh)}
+_MESH = {f"mesh.{field.name}": int for field in dataclasses.fields(recipe.Mesh)}
 _SETTINGS = get_type_hints(Settings)
 _SHARED = {**_SETTINGS, **_BASE, **_MESH}
 _KEYS: dict[str, dict[str, Any]] = {
@@ -153,13 +154,28 @@ def _settings(given: Mapping[str, Any]) -> Settings:
 def _load(given: Mapping[str, Any]) -> tuple[Any, Any]:
     """The model of a run folder, or a base model, and its tokenizer."""
     base = {key: given[key] for key in (*_BASE, *_MESH) if key in given}
+    sizes = {key.split(".")[1]: size for key, size in base.items() if key in _MESH}
     if "run" in given:
-        return api.load_run(given["run"], [f"{key}={value}" for key, value in base.items()])
+        overrides = [f"{key}={value}" for key, value in base.items()]
+        return api.load_run(given["run"], [*overrides, *_fitting_batches(given["run"], sizes)])
     if "model.path" not in base:
         raise InputError("expected run=DIR, the folder of a run, or model.path=PATH, a base model")
-    sizes = {key.split(".")[1]: size for key, size in base.items() if key in _MESH}
     options = {key.split(".")[1]: value for key, value in base.items() if key in _BASE}
-    return api.load_model(**options, mesh=build.make_mesh(Mesh(**sizes)))
+    return api.load_model(**options, mesh=build.make_mesh(recipe.Mesh(**sizes)))
+
+
+def _fitting_batches(run: str, sizes: Mapping[str, int]) -> list[str]:
+    """Overrides that fit a run's batches, which answers have no part in, to another mesh."""
+    path = Path(run) / "recipe.yaml"
+    if not sizes or not path.is_file():
+        return []
+    mesh = dataclasses.replace(recipe.load(path).mesh, **sizes)
+    rows = max(1, math.prod(dataclasses.astuple(mesh)))
+    return [
+        f"train.batch_size={rows}",
+        "train.gradient_accumulation_steps=1",
+        "eval.batch_size=null",
+    ]
 
 
 def _asked(text: str, templated: bool) -> Prompt:

@@ -18,7 +18,8 @@ import pyarrow.parquet
 import pytest
 from chain_model import Chain, by_hand
 
-from lora_tune import cli, commands
+from lora_tune import cli, commands, recipe
+from lora_tune.errors import InputError
 from lora_tune.generation.text import decode
 
 TOKENIZER = chat_tokenizers.qwen(chat_tokenizers.CHATML_TEMPLATE)
@@ -96,6 +97,26 @@ def test_where_the_model_comes_from(capsys: pytest.CaptureFixture[str]) -> None:
     assert of_run == ("a", ["model.dtype=float32", "mesh.fsdp=2"])
     assert base.pop("mesh").shape["fsdp"] == 2
     assert base == {"path": "b", "dtype": "float32", "chat_template": "c.jinja"}
+
+
+def test_another_mesh_does_not_have_to_divide_the_batches_of_training(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        "output_dir: a\nmodel: {path: a}\ndata: {path: a.jsonl, eval_path: b.jsonl}\n"
+        "mesh: {data: 2}\neval: {batch_size: 8}\n"
+        "train: {max_steps: 1, batch_size: 8, gradient_accumulation_steps: 4}\n"
+    )
+    with pytest.raises(InputError, match=r"train\.batch_size .*eval\.batch_size"):
+        recipe.load(path, ["mesh.fsdp=3"])
+    run(capsys, "generate", "prompt=a", "max_new_tokens=1", f"run={tmp_path}", "mesh.fsdp=3")
+    [(_, overrides)] = LOADED
+    assert recipe.load(path, overrides).mesh == recipe.Mesh(data=2, fsdp=3)
+    for size in (0, -1):
+        overrides = [f"mesh.fsdp={size}", *commands._fitting_batches(str(tmp_path), {"fsdp": size})]
+        with pytest.raises(InputError, match=rf": mesh\.fsdp must be at least 1, got {size}$"):
+            recipe.load(path, overrides)
 
 
 def test_every_row_of_a_file(
