@@ -77,9 +77,14 @@ def generate(pairs: Pairs) -> None:
     templated = not raw and has_chat_template(tokenizer)
     if prompt:
         asked = _asked(prompt, templated)
+        cut: list[int] = []
         with _shown() as show:
-            list(answers(model, tokenizer, [asked], settings, stream=show, once=True))
-        print()
+            options = {"stream": show, "once": True, "cut": cut.append}
+            list(answers(model, tokenizer, [asked], settings, **options))
+        print(flush=True)
+        if cut:
+            limit = f"max_new_tokens={settings.max_new_tokens}"
+            print(f"lora-tune: the answer was cut off at {limit}", file=sys.stderr)
         return
     prompts = [_row_prompt(where, row, templated) for where, row in rows]
     found = answers(model, tokenizer, prompts, settings, names=[where for where, _ in rows])

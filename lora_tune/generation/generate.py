@@ -154,32 +154,24 @@ def answers(
     stream: Stream | None = None,
     names: Sequence[str] | None = None,
     once: bool = False,
+    cut: Callable[[int], None] | None = None,
 ) -> Iterator[Answer]:
     """Yields the answers in order, those of a batch as soon as it is done; see `generate`.
 
-    `names` are the prompts' in errors; for `once` see `engine.steps`.
+    `names` are the prompts' in errors; for `once` see `engine.steps`. `cut` is called with the
+    number of every answer that ends because of `max_new_tokens`, before it is yielded.
     """
     count = len(given)
     if names is None:
         names = ["the prompt"] if count == 1 else [f"prompt {i}" for i in range(count)]
     vocab_size = model.config.vocab_size
-    stop_ids = settings.stops()
-    for i in stop_ids or ():
-        if i >= vocab_size:
-            raise InputError(
-                f"stop_ids: {i} is no token id of this model, expected integers from 0 to "
-                f"{vocab_size - 1}"
-            )
     encoded, problems = list[list[int]](), Problems("prompts cannot be answered")
     for prompt, name in zip(given, names, strict=True):
         with problems.collected():
             encoded.append(encode(prompt, tokenizer, vocab_size=vocab_size, where=name))
     problems.raise_if_any()
     cache_size = _cache_size(encoded, names, settings, max_positions(model))
-    if stop_ids is None:
-        chat = any(map(is_chat, given))
-        folder = None if model.origin is None else model.origin.folder
-        stop_ids = stop_ids_of(folder, tokenizer, chat=chat)
+    stop_ids = _stop_ids(model, tokenizer, settings, chat=any(map(is_chat, given)))
     split = split_model(model)
     weights = {**split.frozen, **split.trainable}
     batch = min(settings.batch_size, count)
@@ -202,7 +194,10 @@ def answers(
             for answer, token in zip(collected, found.tolist(), strict=True):
                 if token >= 0:
                     answer.add(token)
-        yield from (answer.finish() for answer in collected)
+        for i, answer in zip(rows, collected, strict=True):
+            if cut is not None and answer.length == settings.max_new_tokens:
+                cut(i)
+            yield answer.finish()
 
 
 class _Collected:
@@ -213,6 +208,11 @@ class _Collected:
         self._tokenizer = None if is_ids(prompt) else tokenizer
         self._text = None if self._tokenizer is None else TextStream(tokenizer)
         self._send = None if stream is None else lambda piece: stream(number, piece)
+
+    @property
+    def length(self) -> int:
+        """Number of its tokens so far."""
+        return len(self._ids)
 
     def add(self, token: int) -> None:
         self._ids.append(token)
@@ -227,6 +227,21 @@ class _Collected:
         if self._send is not None and self._text is not None and (piece := self._text.finish()):
             self._send(piece)
         return decode(self._tokenizer, self._ids)
+
+
+def _stop_ids(model: Decoder, tokenizer: Any, settings: Settings, *, chat: bool) -> list[int]:
+    """The stop ids that were given, which must be in the vocabulary, or else the model's."""
+    stop_ids, vocab_size = settings.stops(), model.config.vocab_size
+    if stop_ids is None:
+        folder = None if model.origin is None else model.origin.folder
+        return stop_ids_of(folder, tokenizer, chat=chat)
+    for i in stop_ids:
+        if i >= vocab_size:
+            raise InputError(
+                f"stop_ids: {i} is no token id of this model, expected integers from 0 to "
+                f"{vocab_size - 1}"
+            )
+    return stop_ids
 
 
 def max_positions(model: Decoder) -> int | None:

@@ -89,6 +89,20 @@ def test_settings_reach_the_model(capsys: pytest.CaptureFixture[str], loaded: Ch
     assert first != run(capsys, *sampled, "seed=2", "repetition_penalty=1.1")
 
 
+def test_an_answer_that_was_cut_off_says_so(
+    capsys: pytest.CaptureFixture[str], loaded: Chain
+) -> None:
+    greedy = by_hand(TOKENIZER("a")["input_ids"], np.asarray(loaded.table[...]), new=5)
+    first = greedy.index(greedy[4])  # the number of tokens before the one that ends the answer
+    asked = ["generate", "run=a", "prompt=a", "raw=true", f"stop_ids={greedy[4]}"]
+    for new in (first, first + 1):
+        assert cli.main([*asked, f"max_new_tokens={new}"]) == 0
+        out, err = capsys.readouterr()
+        assert out == decode(TOKENIZER, greedy[:first]) + "\n"
+        note = f"lora-tune: the answer was cut off at max_new_tokens={new}\n"
+        assert err == (note if new == first else "")
+
+
 def test_where_the_model_comes_from(capsys: pytest.CaptureFixture[str]) -> None:
     common = ["generate", "prompt=a", "max_new_tokens=1", "model.dtype=float32"]
     run(capsys, *common, "run=a", "mesh.fsdp=2")
