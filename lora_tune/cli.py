@@ -41,9 +41,9 @@ generate and chat:
   system=TEXT         the system message of a chat
   max_new_tokens=256  temperature=0 (greedy)  top_k=0  top_p=1  min_p=0  repetition_penalty=1
   seed=0  stop_ids=[2] (default: those of the model)  batch_size=8 (rows at a time; generate only)
-  cache_size=N        tokens to make room for, answer included: in a chat 4096, or as many as the model
-                      has positions, which is then the longest conversation; else the power of two
-                      that fits the longest prompt
+  cache_size=N        tokens to make room for, answer included: in a chat 4096, or as many as the
+                      model has positions, which is then the longest conversation; else the power
+                      of two that fits the longest prompt
 
 options:
   -h, --help    this text
