@@ -50,8 +50,9 @@ def train(sizes, *, full=False, scan_axis=0, accumulation=1):
     lora = None if full else cases.ALL
     model = cases.make(options, lora=lora, mesh=mesh, **LAYERS)
     split = split_model(model)
-    # Adam turns gradients of rounding noise into full steps; epsilon is above that noise.
-    optimizer = cases.recording_adamw(learning_rate=3e-3, adam_epsilon=1e-4)
+    # Adam divides a gradient's rounding error by the gradient itself. With epsilon a tenth of the
+    # largest gradients (1e-2), weights agree as well as the gradients do, and not 1/epsilon worse.
+    optimizer = cases.recording_adamw(learning_rate=3e-3, adam_epsilon=1e-3)
     opt_state, opt_shardings = build.init_optimizer(optimizer, split, mesh)
     outs = {}
     if mesh is not None:
