@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax.experimental.compilation_cache import compilation_cache
 
 from lora_tune import scan
 from lora_tune.generation import engine
@@ -44,6 +45,17 @@ CONFIG = {
 }
 # These make no buffer of their own.
 PASSIVE = {"parameter", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_cache():
+    """What is compiled ahead of time cannot be read back from a cache without the devices."""
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", before)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="module")
