@@ -309,7 +309,8 @@ REMAT: Mapping[str, Callable[..., Any]] = {
     ),
 }
 """What is kept of each layer for the backward pass, by the recipe's name: its input; also products
-of activations and weights; also what the mixer's heads put out; everything; its input, on the host.
+of activations and weights, but for routed experts; also what the mixer's heads put out; everything
+but weights; its input, on the host.
 """
 
 
