@@ -38,7 +38,7 @@ from lora_tune.models.initial import initialise
 from lora_tune.recipe import schema
 from lora_tune.training.optim import Schedule, make_optimizer
 from lora_tune.training.state import SplitModel, Weights
-from lora_tune.training.step import make_eval_step
+from lora_tune.training.step import make_eval_step, make_step
 
 Batch = Mapping[str, np.ndarray]
 _HOST_BYTES = 20
@@ -69,17 +69,26 @@ def abstract_model(source: Source, options: DecoderOptions) -> Decoder:
       InputError: no readable `config.json`, an unknown model type, or a configuration that asks
         for something the family does not do.
     """
-    config = read_json(source.folder / "config.json")
+    where = source.folder / "config.json"
+    config = read_json(where)
+    model = decoder_of(config, options, where=str(where))
+    model.origin = Origin(config["model_type"], source.folder, source.base_name, source.commit)
+    return model
+
+
+def decoder_of(config: Mapping[str, Any], options: DecoderOptions, *, where: str) -> Decoder:
+    """Builds the decoder of a Hugging Face configuration, of shapes; `where` is what errors name.
+
+    Raises:
+      InputError: an unknown model type, or something that the family does not do.
+    """
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise InputError(
-            f"{source.folder / 'config.json'}: model_type {model_type!r} is not supported; "
-            f"supported: {', '.join(FAMILIES)}"
+            f"{where}: model_type {model_type!r} is not supported; supported: {', '.join(FAMILIES)}"
         )
     family: Family = FAMILIES[model_type]
-    model = Decoder(family, family.read_config(config), options)
-    model.origin = Origin(model_type, source.folder, source.base_name, source.commit)
-    return model
+    return Decoder(family, family.read_config(config), options)
 
 
 def declared_dtype(source: Source) -> str | None:
@@ -155,20 +164,24 @@ def _at(module: Any, path: tuple[str | int, ...]) -> Any:
     return module
 
 
-def make_model(recipe: schema.Recipe, source: Source, mesh: Mesh | None) -> Decoder:
-    """The model of a recipe, with weights and, unless `lora: null`, with adapters."""
-    lora, train = recipe.lora, recipe.train
+def decoder_options(recipe: schema.Recipe) -> DecoderOptions:
+    """How the decoder of a recipe is laid out and run in training."""
     dtype = jnp.dtype(recipe.model.dtype)
-    options = DecoderOptions(
+    return DecoderOptions(
         dtype=dtype,
         # Updates of trained weights round to zero in bfloat16; frozen weights have no updates.
-        param_dtype=jnp.dtype(jnp.float32) if lora is None else dtype,
+        param_dtype=jnp.dtype(jnp.float32) if recipe.lora is None else dtype,
         scan_layers=recipe.model.scan_layers,
         param_scan_axis=recipe.model.param_scan_axis,
         remat=recipe.model.remat,
-        loss_chunk=train.loss_chunk_size,
+        loss_chunk=recipe.train.loss_chunk_size,
     )
-    abstract = abstract_model(source, options)
+
+
+def make_model(recipe: schema.Recipe, source: Source, mesh: Mesh | None) -> Decoder:
+    """The model of a recipe, with weights and, unless `lora: null`, with adapters."""
+    lora, train = recipe.lora, recipe.train
+    abstract = abstract_model(source, decoder_options(recipe))
     if lora is not None:
         add_lora(abstract, lora.config())  # a misspelt target fails before any weight is read
     seed = train.seed if recipe.model.init == "random" else None
@@ -328,15 +341,13 @@ def optimizer_of(
     return make_optimizer(total_steps=total_steps, **dataclasses.asdict(recipe.optim))
 
 
-def init_optimizer(
-    optimizer: optax.GradientTransformation, split: SplitModel, mesh: Mesh | None
+def optimizer_shardings(
+    optimizer: optax.GradientTransformation, split: SplitModel, mesh: Mesh
 ) -> tuple[Any, Any]:
-    """The optimizer's first state, and its shardings (None on one device).
+    """The shapes of the optimizer's state and their shardings.
 
     What the optimizer keeps per weight lies where the weight lies.
     """
-    if mesh is None:
-        return jax.jit(optimizer.init)(split.trainable), None
     placed = split.shardings(mesh, split.trainable)
     replicated = NamedSharding(mesh, PartitionSpec())
 
@@ -345,15 +356,46 @@ def init_optimizer(
         return placed[name] if name and leaf.shape == split.trainable[name].shape else replicated
 
     abstract = jax.eval_shape(optimizer.init, split.trainable)
-    shardings = jax.tree_util.tree_map_with_path(sharding_of, abstract)
+    return abstract, jax.tree_util.tree_map_with_path(sharding_of, abstract)
+
+
+def init_optimizer(
+    optimizer: optax.GradientTransformation, split: SplitModel, mesh: Mesh | None
+) -> tuple[Any, Any]:
+    """The optimizer's first state, and its shardings (None on one device)."""
+    if mesh is None:
+        return jax.jit(optimizer.init)(split.trainable), None
+    _, shardings = optimizer_shardings(optimizer, split, mesh)
     return jax.jit(optimizer.init, out_shardings=shardings)(split.trainable), shardings
+
+
+def jit_step(
+    recipe: schema.Recipe,
+    split: SplitModel,
+    optimizer: optax.GradientTransformation,
+    opt_shardings: Any,
+    mesh: Mesh | None,
+) -> Any:
+    """The jitted training step of a recipe: what `run` calls and what `plan` compiles.
+
+    Trained weights and optimizer state are donated, and leave as they came in.
+    """
+    dropout = recipe.lora is not None and recipe.lora.lora_dropout > 0
+    step = make_step(split, optimizer, mesh=mesh, dropout=dropout)
+    if mesh is None:
+        return jax.jit(step, donate_argnums=(0, 1))
+    out = (split.shardings(mesh, split.trainable), opt_shardings, None)
+    return jax.jit(step, donate_argnums=(0, 1), out_shardings=out)
+
+
+def rows_sharding(mesh: Mesh) -> NamedSharding:
+    """Where the arrays `[accumulation, rows, T]` of a batch lie."""
+    return NamedSharding(mesh, PartitionSpec(None, sharding.BATCH_AXES, None))
 
 
 def make_place(mesh: Mesh | None, accumulation: int) -> Callable[[Batch], Any]:
     """Puts a batch `[rows, T]` on the devices as `[accumulation, rows / accumulation, T]`."""
-    rows = None
-    if mesh is not None:
-        rows = NamedSharding(mesh, PartitionSpec(None, sharding.BATCH_AXES, None))
+    rows = None if mesh is None else rows_sharding(mesh)
 
     def place(batch: Batch) -> dict[str, jax.Array]:
         parts = {

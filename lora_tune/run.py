@@ -33,7 +33,6 @@ from lora_tune.training import loop
 from lora_tune.training.metrics import MetricsLog, Wandb, Writer
 from lora_tune.training.report import Terminal
 from lora_tune.training.state import Weights, split_model, unflatten
-from lora_tune.training.step import make_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +132,7 @@ class _Run:
             self._introduce(metrics, start)
             outcome = loop.run(
                 state=(trainable, opt_state, split.frozen),
-                step_fn=self._step(optimizer, opt_shardings),
+                step_fn=build.jit_step(recipe, split, optimizer, opt_shardings, self.mesh),
                 data=self.data,
                 place=build.make_place(self.mesh, recipe.train.gradient_accumulation_steps),
                 checkpoints=checkpoints,
@@ -197,15 +196,6 @@ class _Run:
             )
         resume_step = None if restored is None else start
         return MetricsLog(self.run_dir, resume_step=resume_step, writers=writers)
-
-    def _step(self, optimizer: Any, opt_shardings: Any) -> Any:
-        dropout = self.lora is not None and self.lora.lora_dropout > 0
-        step = make_step(self.split, optimizer, mesh=self.mesh, dropout=dropout)
-        if self.mesh is None:
-            return jax.jit(step, donate_argnums=(0, 1))
-        placed = self.split.shardings(self.mesh, self.split.trainable)
-        out = (placed, opt_shardings, None)
-        return jax.jit(step, donate_argnums=(0, 1), out_shardings=out)
 
     def _evaluation(self) -> Callable[[Weights, Weights], dict[str, float]] | None:
         if self.data.held_out is None:
