@@ -109,6 +109,16 @@ def make_mesh(section: schema.Mesh) -> Mesh | None:
     return mesh if mesh.size > 1 else None
 
 
+def check_remat(remat: str, platform: str) -> None:
+    """Refuses to keep layer inputs in another memory where there is but one."""
+    if remat == "offload" and platform == "cpu":
+        raise InputError(
+            "model.remat=offload keeps what layers need for the backward pass in the host's memory "
+            "instead of the device's, but the device is a cpu, which has no other; use "
+            "model.remat=full, which keeps the same on the device"
+        )
+
+
 def load_weights(model: Decoder, *, mesh: Mesh | None, random_seed: int | None = None) -> Decoder:
     """Returns the abstract model with its checkpoint's weights, or fresh ones from a seed.
 
@@ -119,12 +129,7 @@ def load_weights(model: Decoder, *, mesh: Mesh | None, random_seed: int | None =
         a weight.
     """
     platform = (jax.devices() if mesh is None else mesh.devices.flat)[0].platform
-    if model.options.remat == "offload" and platform == "cpu":
-        raise InputError(
-            "model.remat=offload keeps what layers need for the backward pass in the host's memory "
-            "instead of the device's, but the device is a cpu, which has no other; use "
-            "model.remat=full, which keeps the same on the device"
-        )
+    check_remat(model.options.remat, platform)
     leaves = bind(model.family, model)
     shardings = None
     if mesh is not None:
@@ -290,6 +295,20 @@ def make_tokenizer(recipe: schema.Recipe, source: Source, vocab_size: int) -> An
     return tokenizer
 
 
+def check_positions(recipe: schema.Recipe, config: Mapping[str, Any]) -> None:
+    """Refuses rows or answers longer than a configuration has positions for."""
+    limit = config.get("max_position_embeddings")
+    wanted = {"data.max_length": recipe.data.max_length}
+    if recipe.eval.num_samples:
+        wanted["eval.max_new_tokens"] = recipe.eval.max_new_tokens
+    for key, tokens in wanted.items():
+        if isinstance(limit, int) and tokens > limit:
+            raise InputError(
+                f"{key} ({tokens}) is more than the model's max_position_embeddings ({limit}); "
+                "lower it"
+            )
+
+
 def check_size(recipe: schema.Recipe, model: Decoder, mesh: Mesh | None) -> None:
     """Refuses sequences that the model has no positions for, or that no memory can hold.
 
@@ -300,16 +319,7 @@ def check_size(recipe: schema.Recipe, model: Decoder, mesh: Mesh | None) -> None
       InputError: naming the keys and what there is.
     """
     length, config = recipe.data.max_length, model.config
-    limit = read_json(model.origin.folder / "config.json").get("max_position_embeddings")
-    wanted = {"data.max_length": length}
-    if recipe.eval.num_samples:
-        wanted["eval.max_new_tokens"] = recipe.eval.max_new_tokens
-    for key, tokens in wanted.items():
-        if isinstance(limit, int) and tokens > limit:
-            raise InputError(
-                f"{key} ({tokens}) is more than the model's max_position_embeddings ({limit}); "
-                "lower it"
-            )
+    check_positions(recipe, read_json(model.origin.folder / "config.json"))
     width = config.hidden_size * jnp.dtype(recipe.model.dtype).itemsize
     rows, host = recipe.train.batch_size, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     at_once = rows // recipe.train.gradient_accumulation_steps

@@ -21,6 +21,7 @@ Fine-tune Hugging Face models with LoRA in JAX.
 
 usage:
   lora-tune [train] recipe=NAME [key=value ...]   train as the recipe says (train is the default)
+  lora-tune plan recipe=NAME topology=v5p-8       what training it needs on a slice that is not here
   lora-tune generate run=DIR prompt=TEXT          answer a prompt with what a run has made
   lora-tune generate run=DIR prompts=FILE.jsonl   answer every row; prints rows with an answer
   lora-tune chat run=DIR                          a conversation on the terminal; Ctrl-D ends it
@@ -45,6 +46,13 @@ generate and chat:
                       model has positions, which is then the longest conversation; else the power
                       of two that fits the longest prompt
 
+plan:
+  topology=NAMES      v4-8, v5e-8, v5p-256, v6e-8, tpu7x-8, 2xv5p-8 (two slices), or several with
+                      commas between; cpu, gpu or tpu: this machine; needs jax[tpu], but no TPU
+  slices=1            slices of every name    layers=N  a model of that depth, compiled sooner
+  json=FILE           the figures             hlo=FILE  the compiled program
+                      the data are not read; without mesh.* the mesh is made to use all devices
+
 options:
   -h, --help    this text
   --version     the version
@@ -53,10 +61,11 @@ examples:
   lora-tune recipe=quickstart.yaml
   lora-tune recipe=quickstart.yaml lora.r=4 optim.learning_rate=1e-3 output_dir=runs/rank4
   lora-tune recipe=qwen3next_sft.yaml data.path=chats.jsonl train.num_train_epochs=2
+  lora-tune plan recipe=qwen3next_sft.yaml topology=v5p-8 data.max_length=4096 json=plan.json
   lora-tune generate run=runs/quickstart prompt='Translate into Tali: the stones see the star'
 
 The same training command again goes on from its last checkpoint.
-exit status: 0 done, 1 training went wrong and was stopped, 2 bad input,
+exit status: 0 done, 1 training went wrong and was stopped, or a plan does not fit, 2 bad input,
              130 or 143 stopped by Ctrl-C or SIGTERM after saving, 141 nobody read the output
 """
 
@@ -64,7 +73,8 @@ exit status: 0 done, 1 training went wrong and was stopped, 2 bad input,
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status.
 
-    0 is success, 1 training that had gone wrong and was stopped, 2 bad input, and 128 plus the
+    0 is success, 1 training that had gone wrong and was stopped or a plan that does not fit its
+    topology, 2 bad input, and 128 plus the
     number of a signal (130, 143) a run that the signal ended early: not 0, so that whatever
     started the run does not take it for finished. 141 is output that its reader closed (`| head`).
 
@@ -185,10 +195,10 @@ def _is_recipe_key(key: str) -> bool:
     return bool(get_close_matches(key.lower(), ("recipe", "config", "config_file"), cutoff=0.75))
 
 
-def _train(arguments: Sequence[str]) -> int:
+def _recipe_of(settings: Sequence[tuple[str, str]]) -> str:
+    """The one recipe that is named."""
     from lora_tune.recipe import shipped
 
-    settings = _settings(arguments)
     recipes = [value for key, value in settings if key == "recipe"]
     if len(recipes) != 1 or not recipes[0]:
         got = ", ".join(map(repr, recipes)) or "none"
@@ -197,10 +207,36 @@ def _train(arguments: Sequence[str]) -> int:
         raise InputError(
             f"expected one recipe=NAME, a file or one of {', '.join(shipped())}; got {got}{hint}"
         )
+    return recipes[0]
+
+
+def _train(arguments: Sequence[str]) -> int:
+    settings = _settings(arguments)
+    recipe = _recipe_of(settings)
     from lora_tune.api import train
 
-    result = train(recipes[0], [f"{key}={value}" for key, value in settings if key != "recipe"])
+    result = train(recipe, [f"{key}={value}" for key, value in settings if key != "recipe"])
     return 0 if result.interrupted is None else 128 + signal.Signals[result.interrupted]
+
+
+def _plan(arguments: Sequence[str]) -> int:
+    settings = _settings(arguments)
+    _recipe_of(settings)
+    topologies = [value for key, value in settings if key == "topology"]
+    if len(topologies) != 1:
+        raise InputError(
+            "expected one topology=NAME, such as v5p-8, several with commas between, or cpu; got "
+            f"{', '.join(map(repr, topologies)) or 'none'}"
+        )
+    from lora_tune.plan import environment
+    from lora_tune.plan.topologies import parse
+
+    # What these set must stand before jax is imported.
+    named = parse(topologies[0])
+    environment.prepare(attached=any(each.generation is None for each in named))
+    from lora_tune.plan.command import plan
+
+    return plan(settings)
 
 
 def _generate(arguments: Sequence[str]) -> None:
@@ -262,6 +298,7 @@ def _list_targets(arguments: Sequence[str]) -> None:
 
 _VERBS: Mapping[str, Callable[[Sequence[str]], int | None]] = {
     "train": _train,
+    "plan": _plan,
     "generate": _generate,
     "chat": _chat,
     "list": _list,

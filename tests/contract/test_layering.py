@@ -18,6 +18,7 @@ LEVELS = {
     "lora_tune.commands": 10,
     "lora_tune.api": 9,
     "lora_tune.run": 8,
+    "lora_tune.plan": 8,
     "lora_tune.build": 7,
     "lora_tune.recipe": 6,
     "lora_tune.generation": 5.5,

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `plan`: from `key=value` words to a report."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from lora_tune.errors import InputError
+from lora_tune.plan import planner, report, topologies
+
+WORDS = ("recipe", "topology", "slices", "layers", "search", "json", "hlo")
+"""Words of the command itself; all others are keys of the recipe."""
+
+
+def plan(pairs: Sequence[tuple[str, str]]) -> int:
+    """Plans a recipe for every topology that is named, prints and writes what was found.
+
+    Returns:
+      0 if the step fits everywhere, 1 if it does not.
+    """
+    given = {key: value for key, value in pairs if key in WORDS}
+    overrides = [f"{key}={value}" for key, value in pairs if key not in WORDS]
+    slices = _number(given, "slices") or 1
+    wanted = topologies.parse(given["topology"], slices=slices)
+    layers = _number(given, "layers")
+    for word in ("json", "hlo"):
+        _check_file(given, word)
+    if "hlo" in given and len(wanted) > 1:
+        raise InputError("hlo= takes the program of one topology; name one")
+    recipe = planner.load(given["recipe"], overrides)
+    keep = any(text.startswith("mesh.") for text in overrides)
+    plans = []
+    for topology in wanted:
+        found = planner.plan(recipe, topology, layers=layers, keep_mesh=keep)
+        if plans:
+            print()
+        report.show(found)
+        plans.append(found)
+        if "json" in given:
+            report.write(plans, given["json"])
+        if "hlo" in given and found.compiled.text is not None:
+            Path(given["hlo"]).write_text(found.compiled.text, encoding="utf-8")
+    return 0 if all(found.fits for found in plans) else 1
+
+
+def _number(given: Mapping[str, str], word: str) -> int | None:
+    text = given.get(word)
+    if text is None:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise InputError(f"{word} must be an integer of at least 1, got {text!r}")
+    return int(text)
+
+
+def _check_file(given: Mapping[str, str], word: str) -> None:
+    """Refuses a file that cannot be written before minutes are spent on what goes into it."""
+    if word not in given:
+        return
+    path = Path(given[word])
+    if not given[word] or path.is_dir():
+        raise InputError(f"{word} is {given[word]!r}, expected the name of a file")
+    if not path.parent.is_dir():
+        raise InputError(f"{word}: there is no folder {path.parent} for {path.name}; make it first")
