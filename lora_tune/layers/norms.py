@@ -19,6 +19,11 @@ def _scale(x: jax.Array, weight: jax.Array) -> jax.Array:
     return x * weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
 
 
+def _weigh(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """`normalise(x) * weight`, rounded to the dtype of `x` before the product and after it."""
+    return _scale(rms_normalise(x, eps).astype(x.dtype), weight).astype(x.dtype)
+
+
 class RMSNorm(nnx.Module):
     """`normalise(x) * (1 + weight)`: the weight is zero-centred, as stored in the checkpoint."""
 
@@ -33,6 +38,18 @@ class RMSNorm(nnx.Module):
         ).astype(x.dtype)
 
 
+class PlainRMSNorm(nnx.Module):
+    """`normalise(x) * weight`."""
+
+    def __init__(self, features: int, *, eps: float, dtype: DTypeLike):
+        self.weight = weight((features,), dtype, axes=(None,), init=ONES)
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalises the last axis of `[..., D]`."""
+        return _weigh(x, self.weight[...], self.eps)
+
+
 class GatedRMSNorm(nnx.Module):
     """`normalise(x) * weight * silu(gate)`: a plain weight, and the gate in float32."""
 
@@ -43,5 +60,5 @@ class GatedRMSNorm(nnx.Module):
     def __call__(self, x: jax.Array, gate: jax.Array) -> jax.Array:
         """Normalises the last axis of `x` and multiplies by `silu(gate)`, both `[..., H]`."""
         # The Hugging Face module rounds the weighted product to the input dtype before the gate.
-        y = _scale(rms_normalise(x, self.eps).astype(x.dtype), self.weight[...]).astype(x.dtype)
+        y = _weigh(x, self.weight[...], self.eps)
         return (y * jax.nn.silu(gate.astype(jnp.float32))).astype(x.dtype)

@@ -22,6 +22,25 @@ def rope_frequencies(rotary_dim: int, theta: float) -> Float[np.ndarray, " half"
     return (1.0 / theta**exponent).astype(np.float32)
 
 
+def scale_llama3(
+    inv_freq: Float[np.ndarray, " half"],
+    *,
+    factor: float,
+    low_freq_factor: float,
+    high_freq_factor: float,
+    original_max_position_embeddings: float,
+) -> Float[np.ndarray, " half"]:
+    """Stretch slow rotations for longer contexts, as Llama 3.1 does (rope type `llama3`).
+
+    A dimension that turns more than high_freq_factor times within the original context keeps its
+    frequency, one that turns less than low_freq_factor times has it divided by factor, and between
+    the two the frequency is interpolated linearly in the number of turns. float32, the same shape.
+    """
+    turns = original_max_position_embeddings * inv_freq.astype(np.float64) / (2 * np.pi)
+    kept = np.clip((turns - low_freq_factor) / (high_freq_factor - low_freq_factor), 0.0, 1.0)
+    return (inv_freq * (kept + (1.0 - kept) / factor)).astype(np.float32)
+
+
 def apply_rope(
     x: Float[Array, "B T N H"],
     positions: Int[Array, "B T"],

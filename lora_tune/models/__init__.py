@@ -3,8 +3,8 @@
 
 from collections.abc import Mapping
 
-from lora_tune.models import qwen3_next
+from lora_tune.models import llama, qwen3_next
 from lora_tune.models.decoder import Family
 
-FAMILIES: Mapping[str, Family] = {"qwen3_next": qwen3_next.FAMILY}
+FAMILIES: Mapping[str, Family] = {"llama": llama.FAMILY, "qwen3_next": qwen3_next.FAMILY}
 """Every family that can be loaded, trained and exported."""

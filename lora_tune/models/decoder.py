@@ -52,6 +52,7 @@ class Family:
         returns the new `h` and the entry it wrote to, None for None.
       make_cache: `(config, kind, batch=, size=, dtype=) -> empty cache` of such a layer.
       layer_rows, top_rows, ignored, layer_prefix: see `lora_tune.hf.table`.
+      make_norm: `(features, eps=, dtype=) -> norm` behind the last layer.
       not_adaptable: layer paths of projections that never carry an adapter, e.g. routers.
       portable_config: a `config.json` -> the same with all that only lora_tune understands spelled
         out for other libraries; exports write it.
@@ -63,6 +64,7 @@ class Family:
     layer_rows: Sequence[Row]
     top_rows: Sequence[Row]
     ignored: Sequence[tuple[str, str]]
+    make_norm: Callable[..., nnx.Module] = RMSNorm
     not_adaptable: Sequence[str] = ()
     layer_prefix: str = "model.layers.{i}."
     portable_config: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
@@ -202,7 +204,7 @@ class Decoder(nnx.Module):
             self._create_stacks(make)
         else:
             self.layers = nnx.List([make(run.kind) for run in self.plan.prefix])
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        self.norm = family.make_norm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
         if not config.tie_word_embeddings:
             self.lm_head = Linear(
                 config.hidden_size,

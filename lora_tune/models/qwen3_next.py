@@ -14,16 +14,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from lora_tune.cache import (
-    AttentionCache,
-    Entry,
-    LayerCache,
-    RecurrentCache,
-    slots_first,
-    slots_last,
-)
+from lora_tune.cache import Entry, LayerCache, RecurrentCache
 from lora_tune.hf.table import Row
-from lora_tune.layers.attention import attention
 from lora_tune.layers.conv import causal_conv
 from lora_tune.layers.delta_net import gated_delta_rule, recurrent_gated_delta_rule
 from lora_tune.layers.linear import Linear
@@ -31,6 +23,7 @@ from lora_tune.layers.moe import MLP, SparseMoe
 from lora_tune.layers.norms import GatedRMSNorm, RMSNorm
 from lora_tune.layers.rope import apply_rope, rope_frequencies
 from lora_tune.layers.weights import ONES, Initialiser, uniform, weight
+from lora_tune.models.attention import attend, make_attention_cache
 from lora_tune.models.decoder import Family, LayerInputs
 from lora_tune.models.qwen3_next_config import (
     FULL,
@@ -174,22 +167,7 @@ class Attention(nnx.Module):
         frequencies = rope_frequencies(int(c.head_dim * c.partial_rotary_factor), c.rope_theta)
         q = apply_rope(self.q_norm(q), inputs.positions, frequencies)
         k = apply_rope(self.k_norm(k), inputs.positions, frequencies)
-        attend = functools.partial(
-            attention, segment_ids=inputs.segment_ids, scale=c.head_dim**-0.5
-        )
-        slots = inputs.slots
-        if entry is None or slots is None:
-            y = attend(q, k, v)
-        else:
-            entry = entry.write(slot=slots.index, k=slots_first(k), v=slots_first(v))
-            y = attend(
-                q,
-                slots_last(entry.read("k")),
-                slots_last(entry.read("v")),
-                key_segment_ids=slots.segment_ids,
-                query_offset=slots.index,
-            )
-        y = checkpoint_name(y, MIXED)
+        y, entry = attend(q, k, v, inputs, entry)
         return self.o_proj((y * jax.nn.sigmoid(gate)).reshape(*lead, -1)), entry
 
 
@@ -235,8 +213,9 @@ def make_cache(
     """An empty cache of a layer for `batch` rows of `size` slots."""
     mixer, _ = kind
     if mixer == FULL:
-        shape = (size, c.num_key_value_heads, batch, c.head_dim)
-        return AttentionCache(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))
+        return make_attention_cache(
+            c.num_key_value_heads, c.head_dim, batch=batch, size=size, dtype=dtype
+        )
     values, key_dim = c.linear_num_value_heads, c.linear_key_head_dim
     channels = 2 * c.linear_num_key_heads * key_dim + values * c.linear_value_head_dim
     return RecurrentCache(

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lora_tune.errors import InputError
+from lora_tune.models.fields import has_type_of, positive, unsupported, value_problems
 
 LINEAR, FULL = "linear_attention", "full_attention"
 Kind = tuple[str, bool]
@@ -74,9 +75,6 @@ _DEFAULTS: Mapping[str, Any] = {
 }
 """What transformers assumes for a field that `config.json` leaves out."""
 
-_MOST: Mapping[str, int] = {"num_hidden_layers": 500, "num_experts": 4096}
-"""Far above any model there is; planning for what a slip of the pen asks for would take hours."""
-
 _ONLY: Mapping[str, Sequence[Any]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False,),
@@ -95,11 +93,10 @@ def read_config(hf: Mapping[str, Any]) -> Qwen3NextConfig:
         feature that the layers lack.
     """
     values = {name: hf.get(name, default) for name, default in _DEFAULTS.items()}
-    problems = [*_value_problems(values), *_shape_problems(hf)]
-    problems += [
-        f"{name}={hf[name]!r} is not supported (only {' or '.join(map(repr, allowed))})"
-        for name, allowed in _ONLY.items()
-        if name in hf and hf[name] not in allowed
+    problems = [
+        *value_problems(values, _DEFAULTS),
+        *_shape_problems(hf),
+        *unsupported(hf, _ONLY),
     ]
     if problems:
         raise InputError("config.json (qwen3_next): " + "; ".join(problems))
@@ -115,24 +112,12 @@ def read_config(hf: Mapping[str, Any]) -> Qwen3NextConfig:
     return config
 
 
-def _value_problems(values: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with the fields that are one number or one truth value."""
-    for name, default in _DEFAULTS.items():
-        value, least = values[name], 0 if name.startswith("num_experts") else 1
-        if not _has_type_of(value, default):
-            yield f"{name} is {value!r}, expected {type(default).__name__}"
-        elif type(default) is int and value < least:
-            yield f"{name} is {value}, expected at least {least}"
-        elif value > _MOST.get(name, value):
-            yield f"{name} is {value}, expected at most {_MOST[name]}"
-
-
 def _shape_problems(hf: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with the fields that say which layer is what, and with rope."""
     interval, offset = _cycle(hf)
-    if not _has_type_of(interval, 1) or interval < 1:
+    if not has_type_of(interval, 1) or interval < 1:
         yield f"full_attention_interval is {interval!r}, expected a number of layers"
-    elif not _has_type_of(offset, 1) or not -interval <= offset < interval:
+    elif not has_type_of(offset, 1) or not -interval <= offset < interval:
         yield (
             f"full_attention_layer_offset is {offset!r}, expected a place in a cycle of {interval} "
             f"layers, {-interval} to {interval - 1}"
@@ -148,9 +133,7 @@ def _shape_problems(hf: Mapping[str, Any]) -> Iterator[str]:
     rope = _rope(hf)
     if rope.get("rope_type", "default") != "default":
         yield f"rope_parameters.rope_type={rope['rope_type']!r} is not supported"
-    for name in ("rope_theta", "partial_rotary_factor"):
-        if not _has_type_of(rope[name], 1.0) or rope[name] <= 0:
-            yield f"{name} is {rope[name]!r}, expected a number above 0"
+    yield from positive(rope, ("rope_theta", "partial_rotary_factor"))
 
 
 def _rope(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,12 +143,6 @@ def _rope(hf: Mapping[str, Any]) -> dict[str, Any]:
         "partial_rotary_factor": hf.get("partial_rotary_factor", 0.25),
     }
     return top | dict(hf.get("rope_parameters") or {})
-
-
-def _has_type_of(value: Any, example: Any) -> bool:
-    if isinstance(example, bool) or isinstance(value, bool):
-        return type(value) is type(example)
-    return isinstance(value, (int, float) if isinstance(example, float) else int)
 
 
 def _layer_types(hf: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:

@@ -119,9 +119,17 @@ def nine_layers(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return model, words, read_theirs(folder)
 
 
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = write_checkpoint(tmp_path_factory.mktemp("llama"), model_type="llama", seed=1)
+    model, words = lora_tune.load_model(folder, dtype="float32")
+    return model, words, read_theirs(folder)
+
+
 @pytest.mark.slow
-def test_greedy_answers_of_one_batch(nine_layers: Any) -> None:
-    model, _, theirs = nine_layers
+@pytest.mark.parametrize("family", ["nine_layers", "llama"])
+def test_greedy_answers_of_one_batch(request: pytest.FixtureRequest, family: str) -> None:
+    model, _, theirs = request.getfixturevalue(family)
     wanted = [their_answer(theirs, prompt) for prompt in PROMPTS]
     assert our_answers(model, PROMPTS, stop_ids=[]) == wanted
     assert all(len(set(answer)) > 3 for answer in wanted), "answers that say something"

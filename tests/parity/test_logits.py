@@ -4,6 +4,7 @@
 import numpy as np
 import pytest
 from torch_models import (
+    FAMILIES,
     edit_config,
     our_logits,
     random_tokens,
@@ -39,6 +40,25 @@ CASES = {
         "linear_conv_kernel_dim": 3,
         "tie_word_embeddings": True,
         "norm_topk_prob": False,
+    },
+    "llama, heads of the default size, a kv head each": {
+        "model_type": "llama",
+        "num_key_value_heads": None,
+        "head_dim": None,
+    },
+    "llama, one kv head, tied, rope of llama3": {
+        "model_type": "llama",
+        "num_key_value_heads": 1,
+        "head_dim": 20,
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500.0,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 40,
+        },
     },
 }
 
@@ -77,19 +97,27 @@ def test_odd_lengths(two_layers, length):
 
 
 @pytest.fixture(scope="module")
-def nine_layers(tmp_path_factory):
-    """Two blocks of two stacks each, and a dense layer after them."""
-    folder = write_checkpoint(tmp_path_factory.mktemp("nine"))
-    return folder, read_theirs(folder)
+def checkpoints(tmp_path_factory):
+    """By family; Qwen3-Next has two blocks of two stacks each, and a dense layer after them."""
+    folders = {
+        name: write_checkpoint(tmp_path_factory.mktemp(name), model_type=name) for name in FAMILIES
+    }
+    return {name: (folder, read_theirs(folder)) for name, folder in folders.items()}
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [{}, {"param_scan_axis": 1, "remat": "none"}, {"scan_layers": False}],
-    ids=["default", "param_scan_axis=1", "unrolled"],
+    ("family", "layout"),
+    [
+        ("qwen3_next", {}),
+        ("qwen3_next", {"param_scan_axis": 1, "remat": "none"}),
+        ("qwen3_next", {"scan_layers": False}),
+        ("llama", {"param_scan_axis": 1, "remat": "none"}),
+        ("llama", {"scan_layers": False}),
+    ],
+    ids=str,
 )
-def test_layouts_and_left_padding(nine_layers, layout):
-    folder, theirs = nine_layers
+def test_layouts_and_left_padding(checkpoints, family, layout):
+    folder, theirs = checkpoints[family]
     tokens = random_tokens(4, 131)
     real = np.arange(131)[None, :] >= np.array([0, 1, 66, 128])[:, None]
     model, _ = lora_tune.load_model(folder, dtype="float32", **layout)
@@ -97,14 +125,33 @@ def test_layouts_and_left_padding(nine_layers, layout):
     assert_same(ours, their_logits(theirs, tokens, mask=real), real)
 
 
-def test_legacy_rope_fields(tmp_path):
-    """Configurations written by transformers 4 have rope_theta and its factor at the top."""
-    folder = write_checkpoint(
-        tmp_path, num_hidden_layers=2, mlp_only_layers=[0, 1], full_attention_interval=1
-    )
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("qwen3_next", {"rope_theta": 100.0, "partial_rotary_factor": 0.5}),
+        (
+            "llama",
+            {
+                "max_position_embeddings": 24,
+                "rope_theta": 100.0,
+                "rope_scaling": {
+                    "type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 2.0,
+                },
+            },
+        ),
+    ],
+)
+def test_legacy_rope_fields(tmp_path, family, fields):
+    """transformers 4 wrote rope_theta and its factor at the top, and scaling under another name."""
+    layers = {"mlp_only_layers": [0, 1], "full_attention_interval": 1}
+    layers = layers if family == "qwen3_next" else {}
+    folder = write_checkpoint(tmp_path, model_type=family, num_hidden_layers=2, **layers)
     tokens = random_tokens(2, 33)
     default = their_logits(read_theirs(folder), tokens)
-    edit_config(folder, rope_parameters=None, rope_theta=100.0, partial_rotary_factor=0.5)
+    edit_config(folder, rope_parameters=None, **fields)
     theirs = their_logits(read_theirs(folder), tokens)
     assert np.abs(theirs - default).max() > 0.05
     assert_same(our_logits(lora_tune.load_model(folder, dtype="float32")[0], tokens), theirs)

@@ -41,15 +41,32 @@ EXTRA = {
 }
 
 
-def write_base(folder: Path) -> Path:
-    kinds = ["linear_attention", "full_attention", "full_attention"]
-    write_checkpoint(folder, num_hidden_layers=3, layer_types=kinds, mlp_only_layers=[2])
+# A buffer that transformers once saved among the weights of Llama.
+EXTRA_LLAMA = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.arange(8, dtype=torch.float32)}
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+BASES = {
+    "qwen3_next": (
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "full_attention"],
+            "mlp_only_layers": [2],
+        },
+        EXTRA,
+        EVERYWHERE,
+    ),
+    "llama": ({"num_hidden_layers": 2, "tie_word_embeddings": True}, EXTRA_LLAMA, LINEARS),
+}
+
+
+def write_base(folder: Path, family: str) -> Path:
+    changes, extra, _ = BASES[family]
+    write_checkpoint(folder, model_type=family, **changes)
     path = folder / "model.safetensors"
-    save_file(load_file(path) | EXTRA, path, {"format": "pt"})
+    save_file(load_file(path) | extra, path, {"format": "pt"})
     return folder
 
 
-def write_recipe(folder: Path, base: Path) -> Path:
+def write_recipe(folder: Path, base: Path, targets: tuple[str, ...]) -> Path:
     turns = [(f"w{i} w{i + 1}", f"w{i + 2} w{i} w{i}") for i in range(6, 36)]
     rows = [
         {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
@@ -59,7 +76,7 @@ def write_recipe(folder: Path, base: Path) -> Path:
     recipe = {
         "output_dir": str(folder / "run"),
         "model": {"path": str(base), "dtype": "float32"},
-        "lora": {"r": 4, "lora_alpha": 10, "target_modules": list(EVERYWHERE)},
+        "lora": {"r": 4, "lora_alpha": 10, "target_modules": list(targets)},
         "data": {"path": str(folder / "chats.jsonl"), "max_length": 40},
         "optim": {"learning_rate": 0.02, "lr_scheduler_type": "constant"},
         "train": {"max_steps": 3, "batch_size": 4},
@@ -91,9 +108,11 @@ def adapted_tensors(adapter: Path) -> set[str]:
     return {module.removeprefix("base_model.model.") + ".weight" for module in modules}
 
 
-def test_adapter_and_merged_folder_of_a_run(tmp_path):
-    base = write_base(tmp_path / "base")
-    result = lora_tune.train(str(write_recipe(tmp_path, base)))
+@pytest.mark.parametrize("family", BASES)
+def test_adapter_and_merged_folder_of_a_run(tmp_path, family):
+    base = write_base(tmp_path / "base", family)
+    _, extra, targets = BASES[family]
+    result = lora_tune.train(str(write_recipe(tmp_path, base, targets)))
     losses = [row["loss"] for row in result.rows if "loss" in row]
     assert len(losses) == 3
     assert losses[-1] < losses[0]
@@ -111,7 +130,7 @@ def test_adapter_and_merged_folder_of_a_run(tmp_path):
     np.testing.assert_allclose(merged, ours, atol=TOLERANCE, rtol=0)
 
     old, new = raw_tensors(base), raw_tensors(result.merged)
-    assert set(new) == set(old) >= set(EXTRA)
+    assert set(new) == set(old) >= set(extra)
     changed = {name for name in old if new[name] != old[name]}
     assert changed == adapted_tensors(result.adapter)
     assert {name for name in old if new[name][:2] != old[name][:2]} == set()

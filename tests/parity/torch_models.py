@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random Qwen3-Next checkpoints as transformers writes them, and the logits of both sides."""
+"""Random checkpoints as transformers writes them, and the logits of both sides."""
 
 import json
 from pathlib import Path
@@ -43,15 +43,31 @@ TINY: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 
+TINY_LLAMA: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-4,
+}
+FAMILIES = {"qwen3_next": TINY, "llama": TINY_LLAMA}
 
-def write_checkpoint(folder: Path, *, seed: int = 0, **changes: Any) -> Path:
+
+def write_checkpoint(
+    folder: Path, *, model_type: str = "qwen3_next", seed: int = 0, **changes: Any
+) -> Path:
     """A checkpoint in which no weight has the value that training starts from."""
-    config = transformers.Qwen3NextConfig(**(TINY | changes))
-    model = transformers.Qwen3NextForCausalLM(config).float()
+    config = transformers.AutoConfig.for_model(model_type, **(FAMILIES[model_type] | changes))
+    model = transformers.AutoModelForCausalLM.from_config(config).float()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(_draw(name, tuple(parameter.shape), generator))
+            drawn = _draw(name, tuple(parameter.shape), generator)
+            plain_norm = model_type == "llama" and "norm" in name
+            parameter.copy_(1.0 + drawn if plain_norm else drawn)
         if config.tie_word_embeddings:
             # Rows of the embedding are longer than those of a head: keep the logits around 1.
             model.model.norm.weight.sub_(0.8)

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention as layers of every family call it: in training, and over a cache of earlier tokens."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
+
+from lora_tune.cache import AttentionCache, Entry, slots_first, slots_last
+from lora_tune.layers.attention import attention
+from lora_tune.models.decoder import LayerInputs
+from lora_tune.scan import MIXED
+
+
+def attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, inputs: LayerInputs, entry: Entry | None
+) -> tuple[jax.Array, Entry | None]:
+    """Attends over this call's tokens, and with a cache over what it holds as well.
+
+    Args:
+      q: rotated queries `[B, T, N, H]`; logits are scaled by `H ** -0.5`.
+      k: rotated keys `[B, T, K, H]`.
+      v: values `[B, T, K, H]`.
+      inputs: segments, and the slots of the cache.
+      entry: the layer's place in the cache, which `k` and `v` are written to; None in training.
+
+    Returns:
+      `[B, T, N, H]`, named `MIXED` for remat, and the entry after the call.
+    """
+    run = functools.partial(attention, segment_ids=inputs.segment_ids, scale=q.shape[-1] ** -0.5)
+    slots = inputs.slots
+    if entry is None or slots is None:
+        y = run(q, k, v)
+    else:
+        entry = entry.write(slot=slots.index, k=slots_first(k), v=slots_first(v))
+        y = run(
+            q,
+            slots_last(entry.read("k")),
+            slots_last(entry.read("v")),
+            key_segment_ids=slots.segment_ids,
+            query_offset=slots.index,
+        )
+    return checkpoint_name(y, MIXED), entry
+
+
+def make_attention_cache(
+    heads: int, head_dim: int, *, batch: int, size: int, dtype: DTypeLike
+) -> AttentionCache:
+    """An empty cache of `batch` rows with `size` slots for `heads` key/value heads."""
+    shape = (size, heads, batch, head_dim)
+    return AttentionCache(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))
