@@ -12,18 +12,20 @@ inputs: one is the least that recomputing layers can take.
 """
 
 import argparse
+import os
 import time
 
-import jax.numpy as jnp
-from tpu_memory import memory, topology_mesh, trace_step
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
-from lora_tune import sharding
-from lora_tune.lora.config import LoraConfig
-from lora_tune.lora.inject import add_lora
-from lora_tune.models import FAMILIES
-from lora_tune.models.decoder import Decoder, DecoderOptions
+from lora_tune import recipe, sharding
+from lora_tune.plan import abstract
+from lora_tune.plan.measure import compile_step
+from lora_tune.plan.topologies import parse
 
 WIDTH = {
+    "model_type": "qwen3_next",
     "vocab_size": 1024,
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -42,22 +44,29 @@ WIDTH = {
 
 def measure(depth: int, *, scanned: bool, args: argparse.Namespace) -> dict[str, float]:
     """Seconds and bytes of one program."""
-    family = FAMILIES["qwen3_next"]
-    config = family.read_config({**WIDTH, "num_hidden_layers": depth, "num_experts": args.experts})
-    dtype = jnp.float32 if args.cpu else jnp.bfloat16
-    options = DecoderOptions(dtype=dtype, param_dtype=dtype, scan_layers=scanned, remat="full")
-    mesh = sharding.make_mesh() if args.cpu else topology_mesh(args.topology)
+    config = {**WIDTH, "num_hidden_layers": depth, "num_experts": args.experts}
+    dtype = "float32" if args.cpu else "bfloat16"
+    [topology] = parse("cpu" if args.cpu else args.topology)
+    devices = abstract.devices_of(topology)[: 1 if args.cpu else None]
+    asked = recipe.Recipe(
+        model=recipe.Model(path="wide", dtype=dtype, scan_layers=scanned),
+        lora=recipe.Lora(r=8, lora_alpha=16),
+        data=recipe.Data(max_length=args.length),
+        mesh=recipe.Mesh(data=len(devices)),
+        train=recipe.Train(max_steps=100, batch_size=args.rows * len(devices)),
+    )
+    mesh = sharding.make_mesh(data=len(devices), devices=devices)
     started = time.perf_counter()
-    model = add_lora(Decoder(family, config, options), LoraConfig(r=8, lora_alpha=16))
-    lowered = trace_step(model, mesh, length=args.length, rows=args.rows).lower()
+    program = abstract.trace(asked, abstract.make_model(asked, config), mesh)
     traced = time.perf_counter()
-    found = memory(lowered.compile())
+    compiled = compile_step(program.traced, mesh)
+    found = compiled.memory
     return {
         "trace": traced - started,
-        "compile": time.perf_counter() - traced,
-        "code": found["code"],
-        "temp": found["temp"],
-        "peak": found["peak"] - found["arguments"],
+        "compile": compiled.seconds,
+        "code": found.code,
+        "temp": found.temp,
+        "peak": 0 if found.peak is None else found.peak - found.argument,
     }
 
 
@@ -68,7 +77,7 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=8, help="0 makes every layer dense")
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--rows", type=int, default=4, help="on each chip")
-    parser.add_argument("--topology", default="v5:2x2x1")
+    parser.add_argument("--topology", default="v5p-8")
     parser.add_argument("--cpu", action="store_true", help="float32, on this machine")
     args = parser.parse_args()
 

@@ -33,6 +33,8 @@ KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
+BETWEEN = "slices-"
+"""Begins the kind of a collective that the hosts of several slices carry out."""
 _NOTHING = {
     "parameter",
     "get-tuple-element",
@@ -147,6 +149,10 @@ def count(module: Module, *, devices: int, slice_devices: int | None = None) -> 
 def _kind(line: Instruction) -> str | None:
     if line.op.endswith("-done"):
         return None
+    if line.op == "recv":
+        # Between slices XLA leaves collectives to the hosts: devices send to them and receive.
+        moved = re.search(r'_xla_megascale_transfer_type="(\w+)"', line.rest)
+        return moved and f"{BETWEEN}{moved[1].lower().replace('_', '-')}"
     kind = line.op.removesuffix("-start")
     return kind if kind in KINDS else None
 
@@ -280,8 +286,10 @@ def _bytes(computation: Computation, line: Instruction) -> float:
         return 2.0 * _main(read[1])
     if line.op == "scatter":
         return 3.0 * _main(read[-1])
-    if line.op == "copy-start":
+    if line.op in ("copy-start", "recv"):
         return float(_main(line.arrays[:1]) + sum(map(_main, read)))
+    if line.op == "send":
+        return float(sum(map(_main, read)))
     if line.op.endswith("-start"):
         return float(_main(_results(computation, line)) + sum(map(_main, read)))
     return float(_main(line.arrays) + sum(map(_main, read)))
@@ -344,10 +352,14 @@ def _results(computation: Computation, line: Instruction) -> Sequence[Array]:
 def _traffic(
     kind: str, computation: Computation, line: Instruction, devices: int, slice_devices: int
 ) -> Traffic:
+    if kind.startswith(BETWEEN):
+        parts, given = devices // slice_devices, line.arrays[0].bytes
+        twice = 2.0 if kind.endswith("all-reduce") else 1.0
+        return Traffic(1, 1, given, 0.0, twice * given * (parts - 1) / parts)
     given = sum(array.bytes for array in _results(computation, line))
-    groups = _groups(line.rest, devices)
-    size = max(len(group) for group in groups)
-    parts = max(len({device // slice_devices for device in group}) for group in groups)
+    together = groups(line.rest, devices)
+    size = max(len(group) for group in together)
+    parts = max(len({device // slice_devices for device in group}) for group in together)
     whole = float(given * size if kind == "reduce-scatter" else given)
     if kind in ("collective-permute", "collective-broadcast"):
         crosses = parts > 1
@@ -360,14 +372,14 @@ def _traffic(
     return Traffic(1, 1, given, wire, between)
 
 
-def _groups(rest: str, devices: int) -> list[list[int]]:
+def groups(rest: str, devices: int) -> list[list[int]]:
     """The devices of each group of a collective."""
     listed = re.search(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]*\})\}", rest)
     if listed is not None:
-        groups = [
+        found = [
             [int(n) for n in part.split(",")] for part in re.findall(r"\{([\d,]+)\}", listed[1])
         ]
-        return groups or [list(range(devices))]
+        return found or [list(range(devices))]
     spread = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest)
     if spread is not None:
         shape, base = ([int(n) for n in part.split(",")] for part in spread.group(1, 2))

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from jax.experimental.compilation_cache import compilation_cache
 
-from lora_tune import scan
+from lora_tune import recipe as recipes
+from lora_tune import scan, sharding
 from lora_tune.generation import engine
 from lora_tune.generation.sampling import Sampling
 from lora_tune.layers.weights import NORMAL, weight
@@ -18,16 +18,19 @@ from lora_tune.lora.config import LoraConfig
 from lora_tune.lora.inject import add_lora
 from lora_tune.models import FAMILIES
 from lora_tune.models.decoder import Decoder, DecoderOptions
+from lora_tune.plan import abstract
+from lora_tune.plan.environment import no_cache
+from lora_tune.plan.topologies import parse
 from lora_tune.training.state import split_model
 
 pytest.importorskip("libtpu", reason="compiling for a TPU needs libtpu: pip install '.[test]'")
-tpu_memory = pytest.importorskip("tpu_memory")
 
-SLICE = "v5:2x2x1"
+SLICE = "v5p-8"
 # Qwen3-Next in small: five blocks of three linear layers and one full-attention layer, 28 experts
 # on four chips. No other size is 5 or 7, and rows of 192 tokens are as long as no weight.
 BLOCKS, RUN, EXPERTS, CHIPS = 5, 3, 28, 4
 CONFIG = {
+    "model_type": "qwen3_next",
     "vocab_size": 256,
     "hidden_size": 256,
     "num_hidden_layers": (RUN + 1) * BLOCKS,
@@ -48,25 +51,27 @@ PASSIVE = {"parameter", "get-tuple-element", "tuple", "bitcast", "while", "condi
 
 
 @pytest.fixture(scope="module", autouse=True)
-def no_cache():
-    """What is compiled ahead of time cannot be read back from a cache without the devices."""
-    before = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_enable_compilation_cache", before)
-    compilation_cache.reset_cache()
+def without_cache():
+    with no_cache():
+        yield
+
+
+def mesh_of_slice(**sizes):
+    return sharding.make_mesh(**sizes, devices=abstract.devices_of(parse(SLICE)[0]))
 
 
 @pytest.fixture(scope="module")
 def step():
     """The model, and the compiled text of its training step."""
-    family = FAMILIES["qwen3_next"]
-    options = DecoderOptions(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
-    model = Decoder(family, family.read_config(CONFIG), options)
-    model = add_lora(model, LoraConfig(r=8, lora_alpha=8))
-    mesh = tpu_memory.topology_mesh(SLICE, expert=CHIPS)
-    return model, tpu_memory.trace_step(model, mesh, length=192).lower().compile().as_text()
+    recipe = recipes.Recipe(
+        model=recipes.Model(path="small"),
+        lora=recipes.Lora(r=8, lora_alpha=8),
+        data=recipes.Data(max_length=192),
+        train=recipes.Train(max_steps=100, batch_size=CHIPS),
+    )
+    model = abstract.make_model(recipe, CONFIG)
+    program = abstract.trace(recipe, model, mesh_of_slice(expert=CHIPS))
+    return model, program.traced.lower().compile().as_text()
 
 
 def buffers(hlo):
@@ -154,7 +159,7 @@ def compile_toy(remat):
         h, _ = scan.apply_stack(nnx.merge(graphdef, state), h, run_block, axis=scan.BLOCK)
         return jnp.sum(h.astype(jnp.float32))
 
-    mesh = tpu_memory.topology_mesh("v5:2x2x1")
+    mesh = mesh_of_slice(data=CHIPS)
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     args = (state, jax.ShapeDtypeStruct((4096, 256), jnp.bfloat16))
     return jax.jit(jax.grad(loss), in_shardings=place).lower(*args).compile()
@@ -189,7 +194,7 @@ def test_a_decode_step_copies_no_weight_and_no_cache(rows):
     options = DecoderOptions(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
     model = add_lora(Decoder(family, config, options), LoraConfig(r=8, lora_alpha=8))
     split = split_model(model)
-    mesh = tpu_memory.topology_mesh(SLICE)
+    mesh = mesh_of_slice(data=CHIPS)
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
     def placed(tree):
