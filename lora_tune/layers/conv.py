@@ -33,32 +33,42 @@ def causal_conv(
     x = mask_padding(x, segment_ids)
     if segment_ids is None:
         padded = jnp.concatenate([state, x], axis=1)
-        y = _weighted_shifts(padded, kernel, time)
+        y = weighted_shifts(padded, kernel)
         return y.astype(x.dtype), padded[:, time:]
     real, run = running_segments(segment_ids)
     slots, padded = _place_state(state, x, real)
     usable = jnp.pad(real, ((0, 0), (taps - 1, 0))) | slots
-    run = jnp.pad(run, ((0, 0), (taps - 1, 0)))
-    y = mask_padding(_weighted_shifts(padded, kernel, time, run=run), segment_ids)
-    return y.astype(x.dtype), _last_inputs(padded, usable & (run == run[:, -1:]), taps - 1)
+    y = mask_padding(weighted_shifts(padded, kernel, in_own_run(run, taps)), segment_ids)
+    usable &= jnp.pad(run, ((0, 0), (taps - 1, 0))) == run[:, -1:]
+    return y.astype(x.dtype), _last_inputs(padded, usable, taps - 1)
 
 
-def _weighted_shifts(
+def in_own_run(run: Int[Array, "B T"], taps: int) -> Bool[Array, "B T K1"]:
+    """Say, for each token and s = 1 ... taps - 1, whether the token s before is in the same run.
+
+    What stands before the row counts as run 0.
+    """
+    earlier = [jnp.pad(run, ((0, 0), (s, 0)))[:, : run.shape[1]] for s in range(taps)]
+    return jnp.stack([run == other for other in earlier], axis=-1)[..., 1:]
+
+
+def weighted_shifts(
     padded: Float[Array, "B TK C"],
     kernel: Float[Array, "K C"],
-    time: int,
-    *,
-    run: Int[Array, "B TK"] | None = None,
+    own_run: Bool[Array, "B T K1"] | None = None,
 ) -> Float[Array, "B T C"]:
-    """Sum the K shifted products in float32; one fused pass over the input."""
+    """Sum the K shifted products in float32; one fused pass over the input.
+
+    padded has K - 1 inputs in front of the row. own_run masks those of other runs.
+    """
     taps = kernel.shape[0]
+    time = padded.shape[1] - taps + 1
     kernel = kernel.astype(jnp.float32)
     total = jnp.zeros((padded.shape[0], time, padded.shape[2]), jnp.float32)
     for tap in range(taps):
         seen = padded[:, tap : tap + time].astype(jnp.float32)
-        if run is not None and tap < taps - 1:
-            own = run[:, tap : tap + time] == run[:, taps - 1 :]
-            seen = jnp.where(own[..., None], seen, 0.0)
+        if own_run is not None and tap < taps - 1:
+            seen = jnp.where(own_run[..., taps - 2 - tap, None], seen, 0.0)
         total = total + seen * kernel[tap][None, None]
     return total
 

@@ -50,8 +50,19 @@ class PlainRMSNorm(nnx.Module):
         return _weigh(x, self.weight[...], self.eps)
 
 
+def gated_rms_normalise(
+    x: jax.Array, gate: jax.Array, weight: jax.Array, *, eps: float
+) -> jax.Array:
+    """`normalise(x) * weight * silu(gate)` over the last axis, in x's dtype; the gate in float32.
+
+    The Hugging Face module rounds the weighted product to the input dtype before the gate.
+    """
+    y = _weigh(x, weight, eps)
+    return (y * jax.nn.silu(gate.astype(jnp.float32))).astype(x.dtype)
+
+
 class GatedRMSNorm(nnx.Module):
-    """`normalise(x) * weight * silu(gate)`: a plain weight, and the gate in float32."""
+    """`gated_rms_normalise` with a plain weight, not zero-centred."""
 
     def __init__(self, features: int, *, eps: float, dtype: DTypeLike):
         self.weight = weight((features,), dtype, axes=(None,), init=ONES)
@@ -59,6 +70,4 @@ class GatedRMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array, gate: jax.Array) -> jax.Array:
         """Normalises the last axis of `x` and multiplies by `silu(gate)`, both `[..., H]`."""
-        # The Hugging Face module rounds the weighted product to the input dtype before the gate.
-        y = _weigh(x, self.weight[...], self.eps)
-        return (y * jax.nn.silu(gate.astype(jnp.float32))).astype(x.dtype)
+        return gated_rms_normalise(x, gate, self.weight[...], eps=self.eps)

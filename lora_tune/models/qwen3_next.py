@@ -6,7 +6,6 @@ B batch, T time, D embed, N heads, K key (or kv) heads, V value heads, H head di
 """
 
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ from jax.typing import DTypeLike
 from lora_tune.cache import Entry, LayerCache, RecurrentCache
 from lora_tune.hf.table import Row
 from lora_tune.layers.conv import causal_conv
+from lora_tune.layers.delta_mixer import Heads, gated_delta_mixer
 from lora_tune.layers.delta_net import gated_delta_rule, recurrent_gated_delta_rule
 from lora_tune.layers.linear import Linear
 from lora_tune.layers.moe import MLP, SparseMoe
@@ -58,37 +58,65 @@ class GatedDeltaNet(nnx.Module):
         self, x: jax.Array, inputs: LayerInputs, entry: Entry | None
     ) -> tuple[jax.Array, Entry | None]:
         """Mixes `[B, T, D]` over time."""
-        c = self.config
-        q, k, v, z = self._split_qkvz(self.in_proj_qkvz(x))
+        packed = self.in_proj_qkvz(x)
         b, a = self._split_ba(self.in_proj_ba(x))
-        key_dim = q.shape[-1]
-        window, state = _remembered(entry, inputs)
-        mixed, window = causal_conv(
-            jnp.concatenate([q, k, v], axis=-1),
-            self.conv1d.kernel[...].astype(x.dtype),
-            segment_ids=inputs.segment_ids,
-            state=window,
-        )
-        q, k, v = jnp.split(jax.nn.silu(mixed), [key_dim, 2 * key_dim], axis=-1)
-        heads = x.shape[:2]
         rate = jnp.exp(self.A_log[...].astype(jnp.float32))[None, None, :]
         step = jax.nn.softplus(
             a.astype(jnp.float32) + self.dt_bias[...].astype(jnp.float32)[None, None, :]
         )
-        one_token = entry is not None and x.shape[1] == 1
-        y, state = (recurrent_gated_delta_rule if one_token else _chunked(c))(
-            q.reshape(*heads, c.linear_num_key_heads, c.linear_key_head_dim),
-            k.reshape(*heads, c.linear_num_key_heads, c.linear_key_head_dim),
-            v.reshape(*heads, c.linear_num_value_heads, c.linear_value_head_dim),
-            -rate * step,
-            jax.nn.sigmoid(b),
+        g, beta = -rate * step, jax.nn.sigmoid(b)
+        if entry is None:
+            y = self._mix(packed, g, beta, inputs)
+        else:
+            y, entry = self._mix_cached(packed, g, beta, inputs, entry)
+        return self.out_proj(checkpoint_name(y, MIXED)), entry
+
+    def _mix(self, packed: jax.Array, g: jax.Array, beta: jax.Array, inputs: LayerInputs):
+        c = self.config
+        return gated_delta_mixer(
+            packed,
+            g,
+            beta,
+            kernel=self.conv1d.kernel[...].astype(packed.dtype),
+            norm_weight=self.norm.weight[...],
+            heads=Heads(
+                key_heads=c.linear_num_key_heads,
+                groups=c.linear_num_value_heads // c.linear_num_key_heads,
+                key_dim=c.linear_key_head_dim,
+                value_dim=c.linear_value_head_dim,
+            ),
+            eps=c.rms_norm_eps,
+            segment_ids=inputs.segment_ids,
+            chunk_size=_chunk_size(c),
+        )
+
+    def _mix_cached(
+        self, packed: jax.Array, g: jax.Array, beta: jax.Array, inputs: LayerInputs, entry: Entry
+    ) -> tuple[jax.Array, Entry]:
+        """The same, going on from what the cache holds of each row, and leaving it there."""
+        c = self.config
+        q, k, v, z = self._split_qkvz(packed)
+        window, state = _remembered(entry, inputs)
+        mixed, window = causal_conv(
+            jnp.concatenate([q, k, v], axis=-1),
+            self.conv1d.kernel[...].astype(packed.dtype),
+            segment_ids=inputs.segment_ids,
+            state=window,
+        )
+        key_dim = q.shape[-1]
+        q, k, v = jnp.split(jax.nn.silu(mixed), [key_dim, 2 * key_dim], axis=-1)
+        lead = packed.shape[:2]
+        chunked = functools.partial(gated_delta_rule, chunk_size=_chunk_size(c))
+        y, state = (recurrent_gated_delta_rule if lead[1] == 1 else chunked)(
+            q.reshape(*lead, c.linear_num_key_heads, c.linear_key_head_dim),
+            k.reshape(*lead, c.linear_num_key_heads, c.linear_key_head_dim),
+            v.reshape(*lead, c.linear_num_value_heads, c.linear_value_head_dim),
+            g,
+            beta,
             segment_ids=inputs.segment_ids,
             initial_state=state,
         )
-        if entry is not None:
-            entry = entry.write(conv=window, state=state)
-        y = checkpoint_name(y, MIXED)
-        return self.out_proj(self.norm(y, z).reshape(*heads, -1)), entry
+        return self.norm(y, z).reshape(*lead, -1), entry.write(conv=window, state=state)
 
     def _split_qkvz(self, packed: jax.Array) -> tuple[jax.Array, ...]:
         """Unpacks, per key head, `[q, k, values, gates]`; z comes as `[B, T, V, H]`."""
@@ -108,11 +136,9 @@ class GatedDeltaNet(nnx.Module):
         return b.reshape(*lead, -1), a.reshape(*lead, -1)
 
 
-def _remembered(
-    entry: Entry | None, inputs: LayerInputs
-) -> tuple[jax.Array | None, jax.Array | None]:
+def _remembered(entry: Entry, inputs: LayerInputs) -> tuple[jax.Array | None, jax.Array | None]:
     """What a cache holds of the document that each row goes on with: convolution window, state."""
-    if entry is None or inputs.slots is None:
+    if inputs.slots is None:
         return None, None
     continues = inputs.slots.continues
     window, state = entry.read("conv"), entry.read("state")
@@ -122,14 +148,13 @@ def _remembered(
     )
 
 
-def _chunked(c: Qwen3NextConfig) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """The chunked delta rule: work inside a chunk grows with its length, work between falls.
+def _chunk_size(c: Qwen3NextConfig) -> int:
+    """Of the delta rule: work inside a chunk grows with its length, work between chunks falls.
 
     64 for the published head size of 128; narrow heads want shorter chunks (3.5 times faster at 32
     with chunks of 16 than of 64, on a CPU).
     """
-    chunk_size = max(16, min(64, c.linear_key_head_dim // 2))
-    return functools.partial(gated_delta_rule, chunk_size=chunk_size)
+    return max(16, min(64, c.linear_key_head_dim // 2))
 
 
 class Conv(nnx.Module):

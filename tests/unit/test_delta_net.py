@@ -8,11 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lora_tune.layers.delta_net import (
-    gated_delta_rule,
-    recurrent_gated_delta_rule,
-    unit_lower_inverse,
-)
+from lora_tune.layers.delta_chunks import unit_lower_inverse
+from lora_tune.layers.delta_net import gated_delta_rule, recurrent_gated_delta_rule
 
 NAMES = ("q", "k", "v", "g", "beta")
 DECAY = {"slow": 1e-5, "medium": 0.2, "fast": 8.0}
@@ -288,15 +285,15 @@ def test_ladder_equals_numpy_inverse(size, spread):
     assert np.abs(got - expected).max() <= 2e-6 * np.abs(expected).max()
 
 
-def test_gradient_saves_states_only():
-    """What the sequential part keeps for the backward pass: its inputs and one state a chunk."""
+def test_gradient_saves_inputs_and_chunk_states():
+    """Kept for the backward pass: the operands in their own dtype and one state a chunk."""
     inputs = make(np.random.default_rng(10), time=256, key_heads=1, groups=1, dim=16, value_dim=32)
-    jaxpr = jax.make_jaxpr(lambda *x: jax.vjp(gated_delta_rule, *x)[0])(*inputs)
-    scans = [e for e in jaxpr.jaxpr.eqns if e.primitive.name == "scan"]
-    (scan,) = (e for e in scans if e.params["length"] == 4)
-    stacked = [x.aval.shape for x in scan.outvars[1:]]
-    assert stacked.count((4, 2, 1, 1, 16, 32)) == 1
-    assert sorted(len(shape) for shape in stacked) == [6, 6]
+    inputs = tuple(x.astype(jnp.bfloat16) for x in inputs)
+    pull = jax.eval_shape(lambda *x: jax.vjp(gated_delta_rule, *x)[1], *inputs)
+    kept = {(leaf.shape, leaf.dtype.name) for leaf in jax.tree.leaves(pull) if leaf.shape}
+    tokens = {((2, 256, width), "bfloat16") for width in (16, 32, 1)}
+    marks = {((2, 256), "bool"), ((2, 256), "int32")}
+    assert kept == tokens | marks | {((4, 2, 1, 1, 16, 32), "float32")}
 
 
 @pytest.mark.parity

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A scan over chunks of time that keeps its inputs and its carries and computes the rest again.
+
+What `jax.lax.scan` of a checkpointed body would add is left out: chunks are cut from the arrays and
+written back in place, so no array is copied to have its chunks in front, and nothing that a body
+derives from a chunk exists for all chunks at once.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+
+Body = Callable[[Any, Any, Any, Any], tuple[Any, jax.Array]]
+"""`(params, marks, rows, carry) -> (carry, out)` of one chunk."""
+
+
+def chunk_scan(
+    body: Body, *, size: int, params: Any, marks: Any, rows: Any, carry: Any
+) -> tuple[jax.Array, Any]:
+    """Run `body` over chunks of time.
+
+    Args:
+      body: closes over no traced value.
+      size: tokens of a chunk; divides T.
+      params: what every chunk reads. Its gradient is summed over the chunks in float32.
+      marks: pytree of arrays `[B, T, ...]` without gradients.
+      rows: pytree of arrays `[B, T, ...]`.
+      carry: pytree; what flows from chunk to chunk, with the dtypes that the body returns.
+
+    Returns:
+      The outputs `[B, T, ...]`, and the last carry.
+    """
+    return cast("tuple[jax.Array, Any]", _chunk_scan(body, size, params, marks, rows, carry))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _chunk_scan(
+    body: Body, size: int, params: Any, marks: Any, rows: Any, carry: Any
+) -> tuple[jax.Array, Any]:
+    out, carry, _ = _forward(body, size, params, marks, rows, carry, keep=False)
+    return out, carry
+
+
+def _forward(
+    body: Body, size: int, params: Any, marks: Any, rows: Any, carry: Any, *, keep: bool
+) -> tuple[jax.Array, Any, Any]:
+    """Return outputs, last carry and, where they are to be kept, the carries before each chunk."""
+    marks, rows = _tied(marks, rows)
+
+    def step(state: Any, i: jax.Array) -> tuple[Any, Any]:
+        before, out = state
+        after, piece = body(params, _cut(size, marks, i), _cut(size, rows, i), before)
+        return (after, _write(size, out, piece, i)), before if keep else None
+
+    first = _cut(size, (marks, rows), 0)
+    piece = jax.eval_shape(lambda: body(params, first[0], first[1], carry)[1])
+    count = _count(size, rows)
+    out = jnp.zeros((piece.shape[0], count * size, *piece.shape[2:]), piece.dtype)
+    (carry, out), carries = jax.lax.scan(step, (carry, out), jnp.arange(count, dtype=jnp.int32))
+    return out, carry, carries
+
+
+def _keeping(
+    body: Body, size: int, params: Any, marks: Any, rows: Any, carry: Any
+) -> tuple[Any, Any]:
+    out, carry, carries = _forward(body, size, params, marks, rows, carry, keep=True)
+    return (out, carry), (params, marks, rows, carries)
+
+
+def _backward(body: Body, size: int, kept: Any, cotangents: tuple[jax.Array, Any]) -> tuple:
+    params, marks, rows, carries = kept
+    d_out, d_carry = cotangents
+
+    def step(state: Any, x: tuple[jax.Array, Any]) -> tuple[Any, None]:
+        d_params, rows, d_carry = state
+        i, carry = x
+        own = _cut(size, marks, i)
+        _, pull = jax.vjp(lambda p, r, c: body(p, own, r, c), params, _cut(size, rows, i), carry)
+        more, pieces, d_carry = pull((d_carry, _cut(size, d_out, i)))
+        d_params = jax.tree.map(lambda total, d: total + d.astype(total.dtype), d_params, more)
+        # No one reads these rows again: their gradients take their place.
+        return (d_params, _write(size, rows, pieces, i), d_carry), None
+
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    state = (zeros, rows, d_carry)
+    numbers = jnp.arange(_count(size, rows), dtype=jnp.int32)
+    (d_params, d_rows, d_carry), _ = jax.lax.scan(step, state, (numbers, carries), reverse=True)
+    d_params = jax.tree.map(lambda d, p: d.astype(p.dtype), d_params, params)
+    return d_params, None, d_rows, d_carry
+
+
+_chunk_scan.defvjp(_keeping, _backward)
+
+
+def _tied(marks: Any, rows: Any) -> tuple[Any, Any]:
+    """Make marks depend on what is differentiated.
+
+    Otherwise JAX computes all that follows from marks alone ahead of a scan over layers, for all
+    chunks: the masks of a chunk become arrays of all tokens, in the shapes they are broadcast to.
+    """
+    leaves, tree = jax.tree.flatten(rows)
+    smallest = min(range(len(leaves)), key=lambda i: leaves[i].size)
+    marks, leaves[smallest] = jax.lax.optimization_barrier((marks, leaves[smallest]))
+    return marks, jax.tree.unflatten(tree, leaves)
+
+
+def _count(size: int, rows: Any) -> int:
+    return jax.tree.leaves(rows)[0].shape[1] // size
+
+
+def _cut(size: int, arrays: Any, i: jax.Array | int) -> Any:
+    cut = partial(jax.lax.dynamic_slice_in_dim, start_index=i * size, slice_size=size, axis=1)
+    return jax.tree.map(cut, arrays)
+
+
+def _write(size: int, arrays: Any, pieces: Any, i: jax.Array) -> Any:
+    write = partial(jax.lax.dynamic_update_slice_in_dim, start_index=i * size, axis=1)
+    return jax.tree.map(write, arrays, pieces)
