@@ -131,6 +131,50 @@ def devices_of(topology: Topology) -> list[Any]:
     return list(described.devices)
 
 
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """What the step of a recipe takes, as shapes with their places on a mesh."""
+
+    split: SplitModel
+    optimizer: Any
+    trainable: Mapping[str, jax.ShapeDtypeStruct]
+    opt_state: Any
+    frozen: Mapping[str, jax.ShapeDtypeStruct]
+    batch: Mapping[str, jax.ShapeDtypeStruct]
+
+    def held(self) -> dict[str, int]:
+        """Bytes of base, adapters, optimizer and batch on one device."""
+        adapted = bool(self.frozen)  # with `lora: null` what is trained is the base
+        return {
+            "base": bytes_on_device(self.frozen if adapted else self.trainable),
+            "adapters": bytes_on_device(self.trainable) if adapted else 0,
+            "optimizer": bytes_on_device(self.opt_state),
+            "batch": bytes_on_device(self.batch),
+        }
+
+
+def inputs_of(recipe: Recipe, model: Decoder, mesh: Any) -> Inputs:
+    """The inputs of a recipe's step on a mesh, which may be without devices.
+
+    Raises:
+      InputError: the mesh does not divide a weight.
+    """
+    leaves = bind(model.family, model)
+    sharding.check_divides({leaf.dotted: (leaf.shape, leaf.axes) for leaf in leaves}, mesh)
+    split = split_model(model)
+    steps = recipe.train.max_steps or _STEPS + recipe.optim.warmup_steps
+    optimizer, _ = build.optimizer_of(recipe, steps)
+    state, places = build.optimizer_shardings(optimizer, split, mesh)
+    return Inputs(
+        split,
+        optimizer,
+        _placed(split, split.trainable, mesh),
+        jax.tree.map(_shape_on, state, places),
+        _placed(split, split.frozen, mesh),
+        batch_shapes(recipe, mesh),
+    )
+
+
 def trace(recipe: Recipe, model: Decoder, mesh: Mesh) -> Program:
     """Traces the step that `lora-tune recipe=…` runs, on a mesh.
 
@@ -138,33 +182,17 @@ def trace(recipe: Recipe, model: Decoder, mesh: Mesh) -> Program:
       InputError: the mesh does not divide a weight, or a setting does not suit its devices.
     """
     build.check_remat(recipe.model.remat, mesh.devices.flat[0].platform)
-    leaves = bind(model.family, model)
-    sharding.check_divides({leaf.dotted: (leaf.shape, leaf.axes) for leaf in leaves}, mesh)
-    split = split_model(model)
-    steps = recipe.train.max_steps or _STEPS + recipe.optim.warmup_steps
-    optimizer, _ = build.optimizer_of(recipe, steps)
-    state, state_places = build.optimizer_shardings(optimizer, split, mesh)
-    trainable, frozen = (
-        _placed(split, weights, mesh) for weights in (split.trainable, split.frozen)
-    )
-    batch = batch_shapes(recipe, mesh)
-    opt_state = jax.tree.map(_shape_on, state, state_places)
+    inputs = inputs_of(recipe, model, mesh)
     key = _shape_on(jax.eval_shape(lambda: jax.random.key(0)), NamedSharding(mesh, PartitionSpec()))
     several = mesh if mesh.size > 1 else None  # a run has no mesh on one device
-    step = build.jit_step(recipe, split, optimizer, state_places, several)
-    held = {
-        "base": bytes_on_device(frozen),
-        "adapters": bytes_on_device(trainable),
-        "optimizer": bytes_on_device(opt_state),
-        "batch": bytes_on_device(batch),
-    }
-    if recipe.lora is None:
-        held["base"], held["adapters"] = held["adapters"], held["base"]
+    places = jax.tree.map(lambda leaf: leaf.sharding, inputs.opt_state)
+    step = build.jit_step(recipe, inputs.split, inputs.optimizer, places, several)
+    traced = step.trace(inputs.trainable, inputs.opt_state, inputs.frozen, inputs.batch, key)
     tokens = recipe.train.batch_size * recipe.data.max_length
-    return Program(step.trace(trainable, opt_state, frozen, batch, key), mesh, held, tokens)
+    return Program(traced, mesh, inputs.held(), tokens)
 
 
-def batch_shapes(recipe: Recipe, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+def batch_shapes(recipe: Recipe, mesh: Any) -> dict[str, jax.ShapeDtypeStruct]:
     """A batch as the loop puts it on the devices, `[accumulation, rows, T]`."""
     parts = recipe.train.gradient_accumulation_steps
     shape = (parts, recipe.train.batch_size // parts, recipe.data.max_length)
@@ -173,7 +201,7 @@ def batch_shapes(recipe: Recipe, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
     return {n: ids.update(dtype=jnp.float32) if n == "weights" else ids for n in names}
 
 
-def _placed(split: SplitModel, weights: Weights, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+def _placed(split: SplitModel, weights: Weights, mesh: Any) -> dict[str, jax.ShapeDtypeStruct]:
     places = split.shardings(mesh, weights)
     return {name: _shape_on(value, places[name]) for name, value in weights.items()}
 

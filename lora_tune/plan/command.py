@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command `plan`: from `key=value` words to a report."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lora_tune.errors import InputError
-from lora_tune.plan import planner, report, topologies
+from lora_tune.plan import planner, report, search, topologies
 
 WORDS = ("recipe", "topology", "slices", "layers", "search", "json", "hlo")
 """Words of the command itself; all others are keys of the recipe."""
@@ -26,20 +27,49 @@ def plan(pairs: Sequence[tuple[str, str]]) -> int:
         _check_file(given, word)
     if "hlo" in given and len(wanted) > 1:
         raise InputError("hlo= takes the program of one topology; name one")
+    if "hlo" in given and given.get("search", "false") != "false":
+        raise InputError("hlo= takes the program of one plan, not of a search; remove one of them")
     recipe = planner.load(given["recipe"], overrides)
     keep = any(text.startswith("mesh.") for text in overrides)
-    plans = []
+    budget = _budget(given)
+    fits, written = [], []
     for topology in wanted:
-        found = planner.plan(recipe, topology, layers=layers, keep_mesh=keep)
-        if plans:
+        if fits:
             print()
-        report.show(found)
-        plans.append(found)
+        options = {"layers": layers, "keep_mesh": keep}
+        if budget is None:
+            found = planner.plan(recipe, topology, **options)
+            report.show(found)
+            values = report.values(found)
+        else:
+            found, sought = search.search(recipe, topology, **options, budget=budget, say=_progress)
+            report.show(found)
+            report.show_search(sought)
+            values = report.values(found)
+            values["search"] = None if sought is None else report.search_values(sought)
+        fits.append(found.fits)
+        written.append(values)
         if "json" in given:
-            report.write(plans, given["json"])
+            report.write(written, given["json"])
         if "hlo" in given and found.compiled.text is not None:
             Path(given["hlo"]).write_text(found.compiled.text, encoding="utf-8")
-    return 0 if all(found.fits for found in plans) else 1
+    return 0 if all(fits) else 1
+
+
+def _progress(trial: search.Trial) -> None:
+    print(f"compiled {report.trial_line(trial)}", file=sys.stderr, flush=True)
+
+
+def _budget(given: Mapping[str, str]) -> int | None:
+    """Programs that a search may compile; None for no search."""
+    text = given.get("search", "false")
+    if text in ("true", "false"):
+        return search.BUDGET if text == "true" else None
+    if not text.isdecimal() or int(text) < 1:
+        raise InputError(
+            f"search must be true, false or the most programs to compile, a number, got {text!r}"
+        )
+    return int(text)
 
 
 def _number(given: Mapping[str, str], word: str) -> int | None:

@@ -53,6 +53,12 @@ class Plan:
         memory = self.compiled.memory
         return isinstance(memory, measure.Memory) and memory.needed <= self.limit
 
+    def light(self) -> "Plan":
+        """The plan without the traced and the compiled program, which are large."""
+        program = dataclasses.replace(self.program, traced=None)
+        compiled = dataclasses.replace(self.compiled, text=None)
+        return dataclasses.replace(self, program=program, compiled=compiled)
+
     @property
     def bound(self) -> roofline.Bound | None:
         """The least time of a step by published rates, None where none are known."""

@@ -14,7 +14,9 @@ from rich.table import Table
 
 from lora_tune.hf.folder import replace_file
 from lora_tune.plan.measure import Memory, TooLarge
-from lora_tune.plan.planner import Plan, rows_of
+from lora_tune.plan.planner import Plan, overrides_of, rows_of
+from lora_tune.plan.search import Found, Trial
+from lora_tune.recipe import Recipe
 
 _RESOURCES = {
     "compute": "matrix products",
@@ -94,15 +96,64 @@ def _version(name: str) -> str | None:
         return None
 
 
-def write(plans: Sequence[Plan], path: str | Path) -> None:
+def write(found: Sequence[dict[str, Any]], path: str | Path) -> None:
     """Writes the values of one plan as an object, of several as a list of objects.
 
     Raises:
       OSError: the file cannot be written.
     """
-    found = [values(plan) for plan in plans]
     text = json.dumps(found[0] if len(found) == 1 else found, indent=2)
     replace_file(Path(path), text + "\n")
+
+
+def search_values(found: Found) -> dict[str, Any]:
+    """What a search found as JSON values."""
+    return {
+        "largest_batch": trial_values(found.largest),
+        "longest": trial_values(found.longest),
+        "trials": [trial_values(trial) for trial in found.trials],
+    }
+
+
+def trial_values(trial: Trial) -> dict[str, Any]:
+    """A compiled program of a search as JSON values."""
+    recipe = trial.recipe
+    return {
+        "mesh": dataclasses.asdict(recipe.mesh),
+        "rows": rows_of(recipe),
+        "max_length": recipe.data.max_length,
+        "remat": recipe.model.remat,
+        "argument_bytes": trial.held,
+        "needed_bytes": trial.needed,
+        "fits": trial.fits,
+        "bound_seconds": trial.seconds,
+        "overrides": list(overrides_of(recipe)),
+    }
+
+
+def trial_line(trial: Trial) -> str:
+    """A compiled program of a search as a line."""
+    recipe = trial.recipe
+    bound = "" if trial.seconds is None else f", at least {trial.seconds:,.3f} s a step"
+    return (
+        f"{mesh_text(recipe)}, remat {recipe.model.remat}, {rows_of(recipe)} x "
+        f"{recipe.data.max_length} tokens: needs {_gigabytes(trial.needed)} GB"
+        f"{bound if trial.fits else ', too much'}"
+    )
+
+
+def show_search(found: Found | None, console: Console | None = None) -> None:
+    """Prints what a search found beside the plan of the least bound."""
+    console = console or Console(highlight=False, soft_wrap=True)
+    if found is None:
+        console.print("search: nothing that was compiled fits")
+        return
+    for title, trial in (
+        ("largest batch that fits with remat full", found.largest),
+        ("longest rows that fit, one a device", found.longest),
+    ):
+        console.print(f"{title}: {trial_line(trial)}", markup=False)
+        console.print(f"  {' '.join(overrides_of(trial.recipe))}", markup=False)
 
 
 def show(plan: Plan, console: Console | None = None) -> None:
@@ -127,13 +178,17 @@ def _head(plan: Plan) -> Iterator[str]:
         if topology.facts.devices > 1:
             kind += f" of {topology.facts.devices} devices; figures are of a device"
     yield f"{topology.title}: {kind}"
-    used = {k: v for k, v in dataclasses.asdict(recipe.mesh).items() if v > 1}
-    mesh = " x ".join(f"{name} {size}" for name, size in used.items()) or "one device"
     yield (
         f"{recipe.model.path}, {plan.layers} layers, {recipe.model.dtype}, remat "
-        f"{recipe.model.remat}; mesh {mesh}; {rows_of(recipe)} x {recipe.data.max_length} tokens "
-        f"a device, {recipe.train.batch_size} rows a step"
+        f"{recipe.model.remat}; {mesh_text(recipe)}; {rows_of(recipe)} x {recipe.data.max_length} "
+        f"tokens a device, {recipe.train.batch_size} rows a step"
     )
+
+
+def mesh_text(recipe: Recipe) -> str:
+    """The axes of a mesh that have more than one device."""
+    used = {k: v for k, v in dataclasses.asdict(recipe.mesh).items() if v > 1}
+    return " x ".join(f"{name} {size}" for name, size in used.items()) or "one device"
 
 
 def _gigabytes(count: float | None) -> str:
