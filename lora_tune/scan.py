@@ -248,9 +248,10 @@ def _at_step(variable: nnx.Variable, steps: Mapping[str, jax.Array]) -> nnx.Vari
     return variable.replace(part, axes=tuple(axis for axis in axes if axis not in steps))
 
 
-def _take_keys(module: nnx.Module, length: int | None) -> tuple[Any, Any]:
+def take_keys(module: nnx.Module, length: int | None = None) -> tuple[Any, Any]:
     """Draws one key per stream and layer from a module's live `qwix_rngs`, then detaches them.
 
+    Returns the streams and the keys, both None where the module has no streams.
     Drawing outside the scan advances the live streams, so sibling stacks get different keys.
     """
     rngs = getattr(module, "qwix_rngs", None)
@@ -378,7 +379,7 @@ def apply_stack(
     """
     if axis is not None and length is None:
         length = _stack_length(nnx.state(stack, _is_stacked(axis)), axis)
-    rngs, keys = _take_keys(stack, length)
+    rngs, keys = take_keys(stack, length)
     whole_filter = _is_frozen(axis) if frozen else nnx.Nothing()
     graphdef, whole, stacked, rest = nnx.split(stack, whole_filter, _is_stacked(axis), ...)
     known = {path for state in (whole, stacked, rest) for path, _ in nnx.to_flat_state(state)}

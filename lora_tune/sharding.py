@@ -8,6 +8,7 @@ layer's weights right before use with `unshard`; routed experts stay where they 
 """
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from types import MappingProxyType
@@ -24,14 +25,20 @@ MESH_AXES = ("data", "fsdp", "expert", "tensor")
 BATCH_AXES = ("data", "fsdp", "expert")
 """Mesh axes over which the rows of a batch are spread; also the manual axes of the step."""
 
-RULES: Mapping[str, str] = {
-    "embed": "fsdp",
-    "expert": "expert",
-    "heads": "tensor",
-    "mlp": "tensor",
-    "vocab": "tensor",
+RULES: Mapping[str, tuple[str, ...]] = {
+    "expert": ("expert",),
+    "embed": ("fsdp", "expert"),
+    "heads": ("fsdp", "expert", "tensor"),
+    "mlp": ("fsdp", "expert", "tensor"),
+    "per_head": ("tensor",),
+    "vocab": ("tensor",),
 }
-"""Logical axis -> mesh axis. An axis that is not listed is replicated."""
+"""Logical axis -> mesh axes, where no axis before it in this order has taken them.
+
+So the devices that share the routed experts also share all other weights, and a matrix without an
+`embed` axis, such as B of a projection into heads, is cut along the axis it has. An axis that is
+not listed is replicated.
+"""
 
 _MANUAL: ContextVar[Mapping[str, int]] = ContextVar("manual_axes", default=MappingProxyType({}))
 
@@ -67,10 +74,21 @@ def make_mesh(
     return Mesh(np.array(devices[:needed]).reshape(shape), MESH_AXES)
 
 
+def mesh_axes(axes: Sequence[str | None]) -> tuple[tuple[str, ...], ...]:
+    """The mesh axes of every dimension of an array with these logical axes, slowest first."""
+    taken: dict[int, tuple[str, ...]] = {}
+    for name, rule in RULES.items():
+        for dim, axis in enumerate(axes):
+            if axis == name:
+                used = {used for parts in taken.values() for used in parts}
+                taken[dim] = tuple(part for part in rule if part not in used)
+    return tuple(taken.get(dim, ()) for dim in range(len(axes)))
+
+
 def spec(axes: Sequence[str | None], *, only: Sequence[str] = MESH_AXES) -> PartitionSpec:
     """Partition spec of an array with these logical axes, over the mesh axes in `only`."""
-    mapped = [RULES.get(axis) if axis else None for axis in axes]
-    return PartitionSpec(*(axis if axis in only else None for axis in mapped))
+    parts = [tuple(axis for axis in dim if axis in only) for dim in mesh_axes(axes)]
+    return PartitionSpec(*(dim[0] if len(dim) == 1 else dim or None for dim in parts))
 
 
 def named_sharding(mesh: Mesh, axes: Sequence[str | None]) -> NamedSharding:
@@ -79,27 +97,27 @@ def named_sharding(mesh: Mesh, axes: Sequence[str | None]) -> NamedSharding:
 
 
 def check_divides(arrays: Mapping[str, tuple[Sequence[int], Sequence[str | None]]], mesh: Mesh):
-    """Checks that every sharded dimension divides by its mesh axis.
+    """Checks that every sharded dimension divides by its mesh axes.
 
     Args:
       arrays: name -> (shape, logical axes).
       mesh: the mesh.
 
     Raises:
-      InputError: names the mesh axis, the first offending array and the sizes that would fit.
+      InputError: names the mesh axes, the first offending array and the sizes that would fit.
     """
-    problems: dict[str, tuple[str, int, int]] = {}
+    problems: dict[str, str] = {}
     for name, (shape, axes) in arrays.items():
-        for size, axis in zip(shape, axes, strict=True):
-            mesh_axis = RULES.get(axis) if axis else None
-            if mesh_axis and size % mesh.shape[mesh_axis]:
-                problems.setdefault(mesh_axis, (name, size, mesh.shape[mesh_axis]))
+        for size, dim in zip(shape, mesh_axes(axes), strict=True):
+            parts = [axis for axis in dim if mesh.shape[axis] > 1]
+            count = math.prod(mesh.shape[axis] for axis in parts)
+            if size % count:
+                asked = " x ".join(f"mesh.{axis}" for axis in parts)
+                problems.setdefault(asked, f"{asked}={count} does not divide {name} (size {size})")
     if problems:
-        parts = [
-            f"mesh.{axis}={count} does not divide {name} (size {size})"
-            for axis, (name, size, count) in problems.items()
-        ]
-        raise InputError("; ".join(parts) + "; choose mesh sizes that divide these dimensions")
+        raise InputError(
+            "; ".join(problems.values()) + "; choose mesh sizes that divide these dimensions"
+        )
 
 
 @contextlib.contextmanager
@@ -112,20 +130,32 @@ def manual(mesh: Mesh) -> Iterator[None]:
         _MANUAL.reset(token)
 
 
+def manual_size(name: str) -> int:
+    """Number of devices along a mesh axis that the trace is manual over, 1 outside."""
+    return _MANUAL.get().get(name, 1)
+
+
 def manual_axis(name: str) -> str | None:
     """`name`, if the trace is manual over that mesh axis and it has more than one device."""
-    return name if _MANUAL.get().get(name, 1) > 1 else None
+    return name if manual_size(name) > 1 else None
+
+
+def manual_axes(axes: Sequence[str | None]) -> tuple[tuple[str, ...], ...]:
+    """The mesh axes of every dimension that its parts are gathered over in a manual region.
+
+    None outside one. Nor over the axis of the experts: rows travel to them, not they to the rows.
+    """
+    return tuple(
+        () if axis == "expert" else tuple(filter(manual_axis, dim))
+        for axis, dim in zip(axes, mesh_axes(axes), strict=True)
+    )
 
 
 def gather(value: jax.Array, axes: Sequence[str | None]) -> jax.Array:
-    """Gathers an array over the manual mesh axes; the identity outside a manual region.
-
-    The expert axis is left sharded: tokens travel to the experts, not experts to the tokens.
-    """
-    for dim, axis in enumerate(axes):
-        mesh_axis = manual_axis(RULES.get(axis, "")) if axis else None
-        if mesh_axis and axis != "expert":
-            value = jax.lax.all_gather(value, mesh_axis, axis=dim, tiled=True)
+    """Gathers an array over the manual mesh axes; the identity outside a manual region."""
+    for dim, over in enumerate(manual_axes(axes)):
+        if over:
+            value = jax.lax.all_gather(value, over, axis=dim, tiled=True)
     return value
 
 

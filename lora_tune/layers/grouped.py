@@ -105,6 +105,26 @@ def _blocked_dot(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Arra
     return permute(y.reshape(nowhere, -1), slot, source)
 
 
+def sort_by(keys: Int[Array, " n"], count: int) -> tuple[Int[Array, " n"], Int[Array, " n"]]:
+    """The stable order of rows by key, and the place of each row in it.
+
+    Args:
+      keys: int32, from 0 to `count` - 1.
+      count: number of different keys.
+    """
+    n = keys.shape[0]
+    index = jnp.arange(n, dtype=jnp.int32)
+    if count * n < 2**31:
+        # One array of keys that carry their row compiles to half of what sorting pairs takes.
+        order = jax.lax.sort(keys.astype(jnp.int32) * n + index, is_stable=False) % n
+    else:
+        order = jnp.argsort(keys, stable=True).astype(jnp.int32)
+    place = (
+        jnp.zeros_like(order).at[order].set(index, unique_indices=True, mode="promise_in_bounds")
+    )
+    return order, place
+
+
 @jax.custom_vjp
 def permute(x: jax.Array, index: jax.Array, inverse: jax.Array) -> jax.Array:
     """`x[index]`, zero where the index is out of range; `inverse` is the map back.

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from lora_tune import sharding
 from lora_tune.layers import grouped
 from lora_tune.layers.weights import NORMAL, weight
 
@@ -68,8 +69,19 @@ class Embed(nnx.Module):
         self.embedding = weight((vocab_size, features), dtype, axes=axes, init=NORMAL)
 
     def __call__(self, tokens: jax.Array, dtype: DTypeLike) -> jax.Array:
-        """Looks up `[B, T]` token ids: `[B, T, D]` in the given dtype."""
-        return jnp.take(self.embedding[...], tokens, axis=0, mode="clip").astype(dtype)
+        """Looks up `[B, T]` token ids: `[B, T, D]` in the given dtype.
+
+        In a manual region every device holds some columns of the table. Token ids travel to all of
+        them and the columns back, instead of the whole table.
+        """
+        table, flat = self.embedding[...], tokens.reshape(-1)
+        (_, over) = sharding.manual_axes(self.embedding.get_metadata()["axes"])
+        if over:
+            flat = jax.lax.all_gather(flat, over, axis=0, tiled=True)
+        rows = jnp.take(table, flat, axis=0, mode="clip").astype(dtype)
+        if over:
+            rows = jax.lax.all_to_all(rows, over, split_axis=0, concat_axis=1, tiled=True)
+        return rows.reshape(*tokens.shape, rows.shape[-1])
 
     def attend(self, x: jax.Array) -> jax.Array:  # [..., D] -> [..., V]
         """Scores against every token: the output head of a model with tied embeddings."""

@@ -2,18 +2,20 @@
 """Feed-forward layers: the gated MLP and the sparse mixture of experts.
 
 Routed experts run as grouped matmuls over rows sorted by expert (`layers.grouped`); no token is
-ever dropped. Inside a manual region with an expert axis, each device holds some experts: tokens are
-gathered over that axis, every device computes the share of its own experts, and the sums are
-scattered back. The experts themselves never move.
+ever dropped. Inside a manual region with an expert axis, each device holds some experts and rows
+travel to them (`layers.exchange`); the experts themselves never move.
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from lora_tune import sharding
-from lora_tune.layers.grouped import permute, spread
+from lora_tune import scan, sharding
+from lora_tune.layers.exchange import Exchange, capacity, run_experts
+from lora_tune.layers.grouped import permute, sort_by, spread
 from lora_tune.layers.linear import ExpertLinear, Linear
 
 
@@ -82,32 +84,41 @@ def dispatch(x: jax.Array, weights: jax.Array, chosen: jax.Array, experts: Exper
       `[n, D]`.
     """
     axis = sharding.manual_axis("expert")
-    local = experts.local_experts
-    if axis is None:
-        return _grouped(x, weights, chosen, experts, local)
-    x, weights, chosen = (
-        jax.lax.all_gather(a, axis, axis=0, tiled=True) for a in (x, weights, chosen)
-    )
-    chosen = chosen - jax.lax.axis_index(axis) * local
-    # Assignments to experts that live elsewhere go to an extra last group that no expert computes.
-    chosen = jnp.where((chosen >= 0) & (chosen < local), chosen, local)
-    y = _grouped(x, weights, chosen, experts, local)
-    return jax.lax.psum_scatter(y, axis, scatter_dimension=0, tiled=True)
+    return (_here if axis is None else _exchanged)(x, weights, chosen, experts)
 
 
-def _grouped(
-    x: jax.Array, weights: jax.Array, chosen: jax.Array, experts: Experts, groups: int
-) -> jax.Array:
+def _here(x: jax.Array, weights: jax.Array, chosen: jax.Array, experts: Experts) -> jax.Array:
     n, top_k = chosen.shape
-    flat = chosen.reshape(-1)
-    order = jnp.argsort(flat, stable=True)
-    position = jnp.zeros_like(order).at[order].set(jnp.arange(n * top_k, dtype=order.dtype))
-    group_sizes = jnp.bincount(flat, length=groups + 1)[:groups].astype(jnp.int32)
-    # Rows past the last group are nobody's: their contents are unspecified in a grouped matmul.
-    ours = (jnp.arange(n * top_k) < jnp.sum(group_sizes))[:, None]
-    rows = jnp.where(ours, spread(x, order, position, top_k), 0)
-    y = jnp.where(ours, experts(rows, group_sizes), 0)
-    return jnp.einsum("nkd,nk->nd", permute(y, position, order).reshape(n, top_k, -1), weights)
+    order, place = sort_by(chosen.reshape(-1), experts.local_experts)
+    group_sizes = jnp.bincount(chosen.reshape(-1), length=experts.local_experts)
+    y = experts(spread(x, order, place, top_k), group_sizes.astype(jnp.int32))
+    return jnp.einsum("nkd,nk->nd", permute(y, place, order).reshape(n, top_k, -1), weights)
+
+
+def _exchanged(x: jax.Array, weights: jax.Array, chosen: jax.Array, experts: Experts) -> jax.Array:
+    devices = sharding.manual_size("expert")
+    exchange = Exchange(
+        axis="expert",
+        agree=tuple(filter(sharding.manual_axis, sharding.BATCH_AXES)),
+        devices=devices,
+        local=experts.local_experts,
+        capacity=capacity(chosen.size, devices),
+    )
+    rngs, keys = scan.take_keys(experts)
+    graphdef, parameters, rest = nnx.split(experts, nnx.Param, ...)
+
+    def call(parameters: Any, constants: Any, rows: Any, sizes: Any, turn: Any) -> jax.Array:
+        rest, keys = constants
+        module = nnx.merge(graphdef, parameters, rest, copy=True)
+        if keys is not None:
+            keys = {name: jax.random.fold_in(key, turn) for name, key in keys.items()}
+            module.set_attributes(qwix_rngs=nnx.Rngs(**keys))
+        return module(rows, sizes)
+
+    y = run_experts(call, exchange, parameters, (rest, keys), x, weights, chosen)
+    if rngs is not None:
+        experts.set_attributes(qwix_rngs=rngs)
+    return y
 
 
 class SparseMoe(nnx.Module):

@@ -296,7 +296,9 @@ class Decoder(nnx.Module):
         # float32 means float32 on every backend: elsewhere than on CPU the default is less.
         exact = jnp.dtype(self.options.dtype) == jnp.float32
         with jax.default_matmul_precision("highest") if exact else contextlib.nullcontext():
-            h, layers = self._run_layers(self._embed(tokens), inputs, cache and cache.layers)
+            h, layers = self._run_layers(
+                self.embed_tokens(tokens, self.options.dtype), inputs, cache and cache.layers
+            )
             scored = self._head_outputs(self.norm(h), targets, last)
         if slots is None:
             return scored
@@ -311,15 +313,6 @@ class Decoder(nnx.Module):
             h = jnp.take_along_axis(h, last[:, None, None], axis=1)[:, 0]
         _, logits = scan.apply_stack(self._head(), None, _score_all, axis=None, xs=h, unshard=True)
         return logits
-
-    def _embed(self, tokens: jax.Array) -> jax.Array:
-        def look_up(embed: Any, _: None, tokens: jax.Array) -> tuple[None, jax.Array]:
-            return None, embed(tokens, self.options.dtype)
-
-        _, h = scan.apply_stack(
-            self.embed_tokens, None, look_up, axis=None, xs=tokens, unshard=True
-        )
-        return h
 
     def _run_layers(
         self, h: jax.Array, inputs: LayerInputs, caches: Sequence[LayerCache] | None

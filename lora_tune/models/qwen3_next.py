@@ -45,7 +45,7 @@ class GatedDeltaNet(nnx.Module):
         d, heads = c.hidden_size, c.linear_num_value_heads
         into, out_of = ("embed", "heads"), ("heads", "embed")
         self.in_proj_qkvz = Linear(d, 2 * key_dim + 2 * value_dim, axes=into, dtype=dtype)
-        self.in_proj_ba = Linear(d, 2 * heads, axes=into, dtype=dtype)
+        self.in_proj_ba = Linear(d, 2 * heads, axes=("embed", "per_head"), dtype=dtype)
         self.conv1d = Conv(c.linear_conv_kernel_dim, 2 * key_dim + value_dim, dtype)
         rates = Initialiser("log_uniform", 16.0)
         self.A_log = weight((heads,), dtype, axes=(None,), init=rates)

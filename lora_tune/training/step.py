@@ -86,7 +86,10 @@ def _on_mesh(
 
     def reduce_grad(grad: jax.Array, spec: PartitionSpec) -> jax.Array:
         # A gathered axis was summed by the transpose of its gather; the others are still partial.
-        missing = [axis for axis in sharding.BATCH_AXES if axis not in spec]
+        gathered = {
+            axis for dim in spec if dim for axis in ([dim] if isinstance(dim, str) else dim)
+        }
+        missing = [axis for axis in sharding.BATCH_AXES if axis not in gathered]
         return jax.lax.psum(grad, tuple(missing)) if missing else grad
 
     def run(trainable: Weights, frozen: Weights, batch: Batch, key: Any) -> Any:

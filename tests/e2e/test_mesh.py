@@ -107,7 +107,8 @@ def assert_placed_as_asked(trained, mesh_sizes):
 
 def parts(placed):
     """In how many different parts a sharding cuts an array."""
-    return int(np.prod([placed.mesh.shape[axis] for axis in placed.spec if axis]))
+    dims = [dim if isinstance(dim, tuple) else (dim,) for dim in placed.spec if dim]
+    return int(np.prod([placed.mesh.shape[axis] for dim in dims for axis in dim]))
 
 
 MESHES = {

@@ -15,19 +15,26 @@ from lora_tune.lora.inject import add_lora
 from lora_tune.models.decoder import DecoderOptions
 
 
+ALL = ("fsdp", "expert")
+
+
 @pytest.mark.smoke
 @pytest.mark.parametrize(
     ("axes", "expected", "manual"),
     [
-        (("embed", "heads"), P("fsdp", "tensor"), P("fsdp", None)),
-        (("mlp", "embed"), P("tensor", "fsdp"), P(None, "fsdp")),
-        (("vocab", "embed"), P("tensor", "fsdp"), P(None, "fsdp")),
+        (("embed", "heads"), P(ALL, "tensor"), P(ALL, None)),
+        (("mlp", "embed"), P("tensor", ALL), P(None, ALL)),
+        (("vocab", "embed"), P("tensor", ALL), P(None, ALL)),
+        # Adapters: A of a projection out of heads, B of one into them, and of experts.
+        (("heads", None), P((*ALL, "tensor"), None), P(ALL, None)),
+        ((None, "mlp"), P(None, (*ALL, "tensor")), P(None, ALL)),
+        (("expert", None, "mlp"), P("expert", None, ("fsdp", "tensor")), P("expert", None, "fsdp")),
         (
             ("block", "layer", "expert", "embed", "mlp"),
             P(None, None, "expert", "fsdp", "tensor"),
             P(None, None, "expert", "fsdp", None),
         ),
-        (("embed", None), P("fsdp", None), P("fsdp", None)),
+        (("embed", None), P(ALL, None), P(ALL, None)),
         ((), P(), P()),
     ],
 )
@@ -50,7 +57,7 @@ def test_no_array_uses_a_mesh_axis_twice(scan_axis):
     found = parameters(scan_axis)
     assert any("experts" in name and name.endswith("lora_b") for name in found)
     for name, (shape, axes) in found.items():
-        used = [axis for axis in sharding.spec(axes) if axis is not None]
+        used = [axis for dim in sharding.mesh_axes(axes) for axis in dim]
         assert len(used) == len(set(used)), name
         assert len(axes) == len(shape), name
 
@@ -58,11 +65,11 @@ def test_no_array_uses_a_mesh_axis_twice(scan_axis):
 def test_large_weights_are_all_sharded():
     for name, (shape, axes) in parameters(0).items():
         if "lora" not in name and np.prod(shape) > 300 and "conv1d" not in name:
-            assert set(sharding.spec(axes)) & {"fsdp", "tensor", "expert"}, name
+            assert any(sharding.mesh_axes(axes)), name
 
 
 def test_every_rule_names_a_mesh_axis():
-    assert set(sharding.RULES.values()) <= set(sharding.MESH_AXES)
+    assert {axis for rule in sharding.RULES.values() for axis in rule} <= set(sharding.MESH_AXES)
     assert set(sharding.BATCH_AXES) == set(sharding.MESH_AXES) - {"tensor"}
 
 
@@ -117,7 +124,9 @@ def test_sizes_that_do_not_divide_are_named_together():
     ("sizes", "message"),
     [
         ({"fsdp": 5}, r"mesh\.fsdp=5 does not divide .* \(size 16\)"),
-        ({"expert": 3}, r"mesh\.expert=3 does not divide blocks\.runs\.0\.mlp\.experts\..*size 4"),
+        ({"expert": 3}, r"mesh\.expert=3 does not divide blocks\.runs\.0\..* \(size 16\)"),
+        ({"expert": 8}, r"mesh\.expert=8 does not divide blocks\..*\.mlp\.experts\..*size 4"),
+        ({"fsdp": 2, "expert": 3}, r"mesh\.fsdp x mesh\.expert=6 does not divide .*size 16"),
         ({"tensor": 4}, r"mesh\.tensor=4 does not divide embed_tokens\.embedding \(size 46\)"),
     ],
 )
