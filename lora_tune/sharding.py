@@ -40,7 +40,7 @@ So the devices that share the routed experts also share all other weights, and a
 not listed is replicated.
 """
 
-_MANUAL: ContextVar[Mapping[str, int]] = ContextVar("manual_axes", default=MappingProxyType({}))
+_SIZES: ContextVar[Mapping[str, int]] = ContextVar("mesh_sizes", default=MappingProxyType({}))
 
 
 def make_mesh(
@@ -123,16 +123,21 @@ def check_divides(arrays: Mapping[str, tuple[Sequence[int], Sequence[str | None]
 @contextlib.contextmanager
 def manual(mesh: Mesh) -> Iterator[None]:
     """Marks a trace inside `shard_map` as manual over the batch axes of `mesh`."""
-    token = _MANUAL.set({axis: mesh.shape[axis] for axis in BATCH_AXES})
+    token = _SIZES.set(dict(mesh.shape))
     try:
         yield
     finally:
-        _MANUAL.reset(token)
+        _SIZES.reset(token)
 
 
 def manual_size(name: str) -> int:
     """Number of devices along a mesh axis that the trace is manual over, 1 outside."""
-    return _MANUAL.get().get(name, 1)
+    return _SIZES.get().get(name, 1) if name in BATCH_AXES else 1
+
+
+def automatic_size(name: str) -> int:
+    """Number of devices along a mesh axis that the compiler handles, 1 outside a manual region."""
+    return 1 if name in BATCH_AXES else _SIZES.get().get(name, 1)
 
 
 def manual_axis(name: str) -> str | None:
@@ -151,14 +156,15 @@ def manual_axes(axes: Sequence[str | None]) -> tuple[tuple[str, ...], ...]:
     )
 
 
-def gather(value: jax.Array, axes: Sequence[str | None]) -> jax.Array:
-    """Gathers an array over the manual mesh axes; the identity outside a manual region."""
-    for dim, over in enumerate(manual_axes(axes)):
+def gather(value: jax.Array, parts: Sequence[tuple[str, ...]]) -> jax.Array:
+    """Gathers an array over the `manual_axes` of its dimensions."""
+    for dim, over in enumerate(parts):
         if over:
             value = jax.lax.all_gather(value, over, axis=dim, tiled=True)
     return value
 
 
 def unshard(variable: nnx.Variable) -> nnx.Variable:
-    """`gather` of a parameter by its own axes."""
-    return variable.replace(gather(variable[...], variable.get_metadata().get("axes", ())))
+    """`gather` of a parameter by its own axes; the identity outside a manual region."""
+    parts = manual_axes(variable.get_metadata().get("axes", ()))
+    return variable.replace(gather(variable[...], parts))

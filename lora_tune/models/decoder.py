@@ -22,6 +22,7 @@ from lora_tune import scan
 from lora_tune.cache import Cache, Entry, LayerCache
 from lora_tune.errors import InputError
 from lora_tune.hf.table import Row
+from lora_tune.layers.cross_entropy import cross_entropy
 from lora_tune.layers.linear import Embed, Linear
 from lora_tune.layers.norms import RMSNorm
 from lora_tune.layers.segments import running_segments
@@ -137,7 +138,7 @@ class DecoderOptions:
       scan_layers: run repeated layers as stacks under `jax.lax.scan`; False unrolls them.
       param_scan_axis: position of the stack axes in each weight.
       remat: what is kept of each layer for the backward pass, see `scan.REMAT`.
-      loss_chunk: number of tokens whose logits exist at a time when targets are given.
+      loss_chunk: vocabulary entries whose logits exist at a time when targets are given.
     """
 
     dtype: DTypeLike = jnp.float32
@@ -145,7 +146,7 @@ class DecoderOptions:
     scan_layers: bool = True
     param_scan_axis: int = 0
     remat: str = "full"
-    loss_chunk: int = 512
+    loss_chunk: int = 8192
 
     def __post_init__(self) -> None:
         if self.remat not in scan.REMAT:
@@ -385,26 +386,16 @@ class Decoder(nnx.Module):
         return self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
 
     def _score(self, h: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Scores targets `[B, T]` chunk by chunk; a chunk's logits are recomputed going back."""
-        count = targets.size
-        chunk = min(self.options.loss_chunk, count)
-        chunks = -(-count // chunk)
-        padding = chunks * chunk - count
-        flat_h = jnp.pad(h.reshape(count, -1), ((0, padding), (0, 0)))
-        flat_targets = jnp.pad(targets.reshape(count), (0, padding))
-        xs = (flat_h.reshape(chunks, chunk, -1), flat_targets.reshape(chunks, chunk))
-        _, (nll, correct) = scan.apply_stack(
+        """Scores targets `[B, T]`."""
+        nll, correct = cross_entropy(
             self._head(),
-            None,
-            _score_chunk,
-            axis="chunk",
-            xs=xs,
-            length=chunks,
-            remat="full",
-            unshard=True,
+            _project,
+            h.reshape(targets.size, -1),
+            targets.reshape(-1),
+            vocab_size=self.config.vocab_size,
+            chunk_size=self.options.loss_chunk,
         )
-        shape = targets.shape
-        return nll.reshape(-1)[:count].reshape(shape), correct.reshape(-1)[:count].reshape(shape)
+        return nll.reshape(targets.shape), correct.reshape(targets.shape)
 
 
 def _project(head: Linear | Embed, h: jax.Array) -> jax.Array:
@@ -413,11 +404,3 @@ def _project(head: Linear | Embed, h: jax.Array) -> jax.Array:
 
 def _score_all(head: Any, _: None, h: jax.Array) -> tuple[None, jax.Array]:
     return None, _project(head, h)
-
-
-def _score_chunk(head: Any, _: None, chunk: tuple[jax.Array, jax.Array]) -> tuple[None, Any]:
-    h, targets = chunk
-    logits = _project(head, h).astype(jnp.float32)
-    picked = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
-    nll = jax.nn.logsumexp(logits, axis=-1) - picked
-    return None, (nll, jnp.argmax(logits, axis=-1) == targets)

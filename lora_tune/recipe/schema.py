@@ -162,8 +162,8 @@ class Train:
     """Decides adapters, data order and dropout."""
     resume: Literal["auto", "never"] = "auto"
     """`auto` goes on from the last checkpoint in `output_dir`; `never` refuses if there is one."""
-    loss_chunk_size: int = 1024
-    """Tokens whose logits exist at one time; fewer needs less memory."""
+    loss_chunk_size: int = 8192
+    """Entries of the vocabulary whose logits exist at one time; fewer needs less memory."""
 
 
 @dataclass(frozen=True)

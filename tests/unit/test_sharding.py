@@ -14,7 +14,6 @@ from lora_tune.errors import InputError
 from lora_tune.lora.inject import add_lora
 from lora_tune.models.decoder import DecoderOptions
 
-
 ALL = ("fsdp", "expert")
 
 
@@ -143,7 +142,7 @@ def test_gather_in_a_manual_region_leaves_experts_and_tensor_alone():
 
     def run(value):
         with sharding.manual(mesh):
-            whole = sharding.gather(value, axes)
+            whole = sharding.gather(value, sharding.manual_axes(axes))
             named = [sharding.manual_axis(name) for name in sharding.MESH_AXES]
         seen.append((value.shape, whole.shape, named))
         return whole
@@ -158,5 +157,6 @@ def test_gather_in_a_manual_region_leaves_experts_and_tensor_alone():
     )
     np.testing.assert_array_equal(jax.jit(mapped)(value), value)
     assert seen[-1] == ((2, 3, 4), (2, 6, 4), [None, "fsdp", "expert", None])
-    assert sharding.gather(value, axes) is value  # outside a region
+    # Outside a region:
+    assert sharding.gather(value, sharding.manual_axes(axes)) is value
     assert sharding.manual_axis("fsdp") is None
