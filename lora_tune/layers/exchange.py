@@ -117,14 +117,13 @@ def _groups(route: _Route, exchange: Exchange, turn: jax.Array) -> _Groups:
     by_expert = counts.T.reshape(-1)
     first = (jnp.cumsum(by_expert) - by_expert).reshape(exchange.local, -1)  # [L, P]
     index = jnp.arange(exchange.capacity)
-    within = jax.vmap(lambda b: jnp.searchsorted(b, index, side="right", method="compare_all"))
-    expert = within(bounds[:, 1:])  # [P, C]; L where the slot is not used
+    expert = _passed(bounds[:, 1:], exchange.capacity)  # [P, C]; L where the slot is not used
     inside = jnp.minimum(expert, exchange.local - 1)
     device = jnp.arange(exchange.devices)[:, None]
     shift = first.T - bounds[:, :-1]  # [P, L], from a slot to its grouped row
     place = jnp.minimum(index[None, :] + shift[device, inside], counts.shape[0] * index.shape[0])
     rows = jnp.arange(exchange.devices * exchange.capacity)
-    owner = jnp.searchsorted(jnp.cumsum(by_expert), rows, side="right", method="compare_all")
+    owner = _passed(jnp.cumsum(by_expert)[None, :], rows.shape[0])[0]
     owner = jnp.minimum(owner, by_expert.shape[0] - 1)
     source = owner % exchange.devices
     at = rows - shift[source, owner // exchange.devices]
@@ -132,6 +131,13 @@ def _groups(route: _Route, exchange: Exchange, turn: jax.Array) -> _Groups:
     used = expert < exchange.local
     place = jnp.clip(place, 0, rows.shape[0] - 1)
     return _Groups(jnp.sum(counts, axis=0), slot, place.reshape(-1), used.reshape(-1))
+
+
+def _passed(ends: jax.Array, size: int) -> jax.Array:
+    """How many of the `ends [m, G]` are at or before each index: int32 `[m, size]`."""
+    at = jnp.arange(ends.shape[0])[:, None]
+    marks = jnp.zeros((ends.shape[0], size + 1), jnp.int32).at[at, ends].add(1)
+    return jnp.cumsum(marks, axis=1)[:, :size]
 
 
 def _across(exchange: Exchange, rows: jax.Array) -> jax.Array:
@@ -233,8 +239,8 @@ def _forward(
         out = _take(call(rows, groups.sizes, turn), groups.place)
         out = _across(exchange, jnp.where(groups.used[:, None], out, 0))
         out = _rows_by_token(out, turn, at, tokens)
-        summed = jnp.einsum("nkd,nk->nd", out, weights, preferred_element_type=jnp.float32)
-        return turn + 1, y + summed
+        weighted = out.astype(jnp.float32) * weights.astype(jnp.float32)[..., None]
+        return turn + 1, y + jnp.sum(weighted, axis=1)
 
     start = (jnp.int32(0), jnp.zeros(x.shape, jnp.float32))
     return jax.lax.while_loop(lambda state: state[0] < route.rounds, one, start)[1].astype(x.dtype)

@@ -83,14 +83,16 @@ def _on_mesh(
 ) -> Callable:
     """Runs `local(trainable, frozen, batch, key)` in a manual region and sums over devices."""
     trainable_specs = split.specs(split.trainable)
+    # XLA refuses a sum over one device in a program that it also partitions.
+    several = tuple(axis for axis in sharding.BATCH_AXES if mesh.shape[axis] > 1)
 
     def reduce_grad(grad: jax.Array, spec: PartitionSpec) -> jax.Array:
         # A gathered axis was summed by the transpose of its gather; the others are still partial.
         gathered = {
             axis for dim in spec if dim for axis in ([dim] if isinstance(dim, str) else dim)
         }
-        missing = [axis for axis in sharding.BATCH_AXES if axis not in gathered]
-        return jax.lax.psum(grad, tuple(missing)) if missing else grad
+        missing = tuple(axis for axis in several if axis not in gathered)
+        return jax.lax.psum(grad, missing) if missing else grad
 
     def run(trainable: Weights, frozen: Weights, batch: Batch, key: Any) -> Any:
         with sharding.manual(mesh):
@@ -99,7 +101,7 @@ def _on_mesh(
                     key = jax.random.fold_in(key, jax.lax.axis_index(axis))
             out = local(trainable, frozen, batch, key)
         gradients, sums = out if grads else (None, out)
-        sums = jax.lax.psum(sums, sharding.BATCH_AXES)
+        sums = jax.lax.psum(sums, several) if several else sums
         if not grads:
             return sums
         return {n: reduce_grad(g, trainable_specs[n]) for n, g in gradients.items()}, sums

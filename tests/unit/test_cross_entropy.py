@@ -113,7 +113,7 @@ def test_large_logits_do_not_overflow():
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"fsdp": 2, "expert": 2, "tensor": 2}, {"tensor": 4}, {"fsdp": 8}]
+    "sizes", [{"fsdp": 2, "expert": 2, "tensor": 2}, {"data": 2, "tensor": 4}, {"fsdp": 8}]
 )
 def test_a_sharded_head_on_a_mesh(sizes):
     mesh = sharding.make_mesh(**sizes)
