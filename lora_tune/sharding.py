@@ -16,6 +16,7 @@ from types import MappingProxyType
 import jax
 import numpy as np
 from flax import nnx
+from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lora_tune.errors import InputError
@@ -70,8 +71,31 @@ def make_mesh(
             f"{'is' if len(devices) == 1 else 'are'} available; make the mesh axes multiply to at "
             f"most {len(devices)}"
         )
-    shape = tuple(sizes[name] for name in MESH_AXES)
-    return Mesh(np.array(devices[:needed]).reshape(shape), MESH_AXES)
+    return Mesh(_arrange(devices[:needed], tuple(sizes[name] for name in MESH_AXES)), MESH_AXES)
+
+
+def _arrange(devices: Sequence, shape: tuple[int, ...]) -> np.ndarray:
+    """Gives devices their place in the mesh, by where they stand in the slice.
+
+    On a torus, XLA makes an all-gather only over neighbours in a ring. In plain order it sums
+    arrays of the gathered size instead: for one of 34 MB over a v5p-256, 101 MB of memory.
+    """
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if shape[0] % slices:
+        raise InputError(
+            f"mesh.data={shape[0]}: the devices are {slices} slices, between which only the axis "
+            f"data should reach, so it must be a multiple of {slices}"
+        )
+    try:
+        if slices > 1:
+            inside, across = (shape[0] // slices, *shape[1:]), (slices, *[1] * len(shape[1:]))
+            return mesh_utils.create_hybrid_device_mesh(
+                inside, across, devices, allow_split_physical_axes=True
+            )
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    except (AssertionError, NotImplementedError, ValueError):
+        # Part of a slice, or a shape that cannot be laid out in it.
+        return np.array(devices).reshape(shape)
 
 
 def mesh_axes(axes: Sequence[str | None]) -> tuple[tuple[str, ...], ...]:
