@@ -1,11 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal grouped-query attention inside segments, computed by blocks of queries."""
+"""Causal grouped-query attention inside segments.
+
+The reference is computed by blocks of queries. Rows of bfloat16 that attend to themselves take a
+kernel instead on TPU.
+"""
 
 from functools import partial
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+from lora_tune.layers.splash import splash_attention, splash_fits
 
 _EXACT = jax.lax.Precision.HIGHEST
 
@@ -35,7 +42,8 @@ def attention(
     Logits and softmax are float32; probabilities are cast to v's dtype for the second product,
     which accumulates in float32. `precision` matters for float32 operands only. With more than
     block_size queries, blocks run one after the other and are recomputed in the backward pass, so
-    the [T, S] matrix never exists whole. Returns q's dtype.
+    the [T, S] matrix never exists whole. On TPU, what `splash_fits` goes through its kernel.
+    Returns q's dtype.
     Raises ValueError when N is not a multiple of K, or segment_ids come without the keys' own and
     S differs from T.
     """
@@ -43,6 +51,7 @@ def attention(
     length = k.shape[1]
     if heads % k.shape[2]:
         raise ValueError(f"attention: {heads} query heads, not a multiple of {k.shape[2]} kv heads")
+    alone = query_offset is None and key_segment_ids is None
     if segment_ids is not None and key_segment_ids is None:
         if time != length:
             raise ValueError(
@@ -52,15 +61,73 @@ def attention(
         key_segment_ids = segment_ids
     if segment_ids is None and key_segment_ids is not None:
         raise ValueError("attention: key_segment_ids were given without segment_ids")
-    offset = jnp.asarray(length - time if query_offset is None else query_offset, jnp.int32)
-    index = jnp.broadcast_to(jnp.expand_dims(offset, -1), (batch, 1)) + jnp.arange(time)[None, :]
     if segment_ids is None:
         segment_ids = jnp.ones((batch, time), jnp.int32)
         key_segment_ids = jnp.ones((batch, length), jnp.int32)
-    block = partial(_block, k, v, key_segment_ids, scale, sliding_window, precision)
-    if time <= block_size:
+    form = _Form(scale, sliding_window, block_size, precision)
+    if alone and splash_fits(q, k, v):
+        return cast(Array, _by_platform(form, q, k, v, segment_ids))
+    offset = jnp.asarray(length - time if query_offset is None else query_offset, jnp.int32)
+    return _reference(form, q, k, v, segment_ids, key_segment_ids, offset)
+
+
+class _Form(NamedTuple):
+    """The static arguments of `attention`."""
+
+    scale: float
+    sliding_window: int | None
+    block_size: int
+    precision: jax.lax.PrecisionLike
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _by_platform(form: _Form, q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
+    """Attend in the platform's form, chosen once more in the backward pass.
+
+    The derivative of the choice itself would keep what either form may need.
+    """
+    return _by_platform_forward(form, q, k, v, segment_ids)[0]
+
+
+def _by_platform_forward(form: _Form, q: Array, k: Array, v: Array, segment_ids: Array) -> Any:
+    def forward(attend: Any) -> Any:
+        # With what the derivative needs, so that it is one kernel with that in the backward pass.
+        return lambda q, k, v, ids: jax.vjp(lambda *x: attend(*x, ids), q, k, v)[0]
+
+    out = jax.lax.platform_dependent(
+        q, k, v, segment_ids, tpu=forward(_splash(form)), default=_plain(form)
+    )
+    return out, (q, k, v, segment_ids)
+
+
+def _by_platform_backward(form: _Form, kept: Any, d_out: Array) -> Any:
+    def backward(attend: Any) -> Any:
+        return lambda q, k, v, ids, d: jax.vjp(lambda *x: attend(*x, ids), q, k, v)[1](d)
+
+    grads = jax.lax.platform_dependent(
+        *kept, d_out, tpu=backward(_splash(form)), default=backward(_plain(form))
+    )
+    return *grads, None
+
+
+_by_platform.defvjp(_by_platform_forward, _by_platform_backward)
+
+
+def _splash(form: _Form) -> Any:
+    return partial(splash_attention, scale=form.scale, sliding_window=form.sliding_window)
+
+
+def _plain(form: _Form) -> Any:
+    return lambda q, k, v, ids: _reference(form, q, k, v, ids, ids, jnp.int32(0))
+
+
+def _reference(form, q, k, v, segment_ids, key_segment_ids, offset) -> Array:
+    batch, time = segment_ids.shape
+    index = jnp.broadcast_to(jnp.expand_dims(offset, -1), (batch, 1)) + jnp.arange(time)[None, :]
+    block = partial(_block, k, v, key_segment_ids, form.scale, form.sliding_window, form.precision)
+    if time <= form.block_size:
         return block((q, index, segment_ids))
-    return _by_blocks(block, (q, index, segment_ids), block_size)
+    return _by_blocks(block, (q, index, segment_ids), form.block_size)
 
 
 def _by_blocks(block, queries: tuple[Array, Array, Array], size: int) -> Array:
