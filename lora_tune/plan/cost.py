@@ -5,7 +5,8 @@ Counted from the optimised HLO, loops multiplied by their trip counts. Of a cond
 with the most operations counts. A loop whose trip count is data counts once, and is named.
 
 * Operations are those of matrix products: `2 m k n`. A product by groups counts every row of its
-  operand, whether or not the routing of a batch fills it.
+  operand, whether or not the routing of a batch fills it. Those of Pallas kernels are not here: see
+  `lora_tune.plan.kernels`.
 * Memory traffic is what instructions read and write in the main memory, without the padding of
   layouts. A slice counts as the slice, an update in place as the update, a fusion as its inputs and
   outputs; what lies in the chip's vector memory counts nothing. It is an approximation: a kernel
@@ -88,8 +89,8 @@ class Cost:
     traffic: dict[str, Traffic] = dataclasses.field(default_factory=dict)
     dynamic: list[str] = dataclasses.field(default_factory=list)
     """Loops whose trip count is data: counted once."""
-    opaque: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Kernels whose operations neither they nor their shapes tell -> how often they run."""
+    kernels: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Pallas kernels, whose operations the program does not show -> how often they run."""
 
     def add(self, other: "Cost", times: int = 1, *, memory: bool = True) -> None:
         """Adds another's figures, executed `times` times."""
@@ -98,8 +99,8 @@ class Cost:
         self.dynamic += other.dynamic
         for kind, traffic in other.traffic.items():
             self.traffic.setdefault(kind, Traffic()).add(traffic, times)
-        for name, count in other.opaque.items():
-            self.opaque[name] = self.opaque.get(name, 0) + count * times
+        for name, count in other.kernels.items():
+            self.kernels[name] = self.kernels.get(name, 0) + count * times
 
 
 def count(module: Module, *, devices: int, slice_devices: int | None = None) -> Cost:
@@ -217,10 +218,7 @@ def _met(lhs: int, rhs: int, out: int, window: Mapping[str, tuple[int, ...]]) ->
 
 
 def _kernel(computation: Computation, line: Instruction, total: Cost) -> float:
-    """Operations of a kernel: those it states itself, or a product that its shapes betray."""
-    said = re.search(r'"cost_estimate":\{[^}]*"flops":"?(\d+)', line.rest)
-    if said is not None:
-        return float(said[1])
+    """Operations of a library's product, and of XLA's own kernel for products by groups."""
     target = re.search(r'custom_call_target="([^"]*)"', line.rest)
     name = target[1] if target else line.name
     if "gemm" in name or "matmul" in name:
@@ -228,12 +226,16 @@ def _kernel(computation: Computation, line: Instruction, total: Cost) -> float:
         dims = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', line.rest)
         inner = [int(n) for n in re.findall(r"\d+", dims[1])] if dims else [len(lhs) - 1]
         return 2.0 * _size(line.arrays[0]) * math.prod(lhs[dim] for dim in inner)
-    if name == "tpu_custom_call":
-        return _grouped(computation, line, total)
+    if name != "tpu_custom_call":
+        return 0.0
+    if line.name.startswith("ragged-dot"):
+        return _grouped(computation, line)
+    kernel = re.sub(r"[._]\d+$", "", line.name)
+    total.kernels[kernel] = total.kernels.get(kernel, 0) + 1
     return 0.0
 
 
-def _grouped(computation: Computation, line: Instruction, total: Cost) -> float:
+def _grouped(computation: Computation, line: Instruction) -> float:
     """A product of rows with the matrix of their group, or the gradient of such matrices."""
     operands = [
         array.dims
@@ -241,18 +243,11 @@ def _grouped(computation: Computation, line: Instruction, total: Cost) -> float:
         for array in (_operand(computation, line, n),)
         if array.dtype[0] in "bf" and len(array.dims) >= 2
     ]
-    out = line.arrays[0].dims
-    if not operands:  # a table of groups
-        return 0.0
-    shapes = (*operands[:2], out)
+    shapes = (*operands[:2], line.arrays[0].dims)
     flat = [dims for dims in shapes if len(dims) == 2]
-    stacked = [dims for dims in shapes if len(dims) == 3]
-    if len(shapes) == 3 and len(flat) == 2 and len(stacked) == 1:
-        rows = flat[0][0]
-        if rows == flat[1][0] and {flat[0][1], flat[1][1]} == set(stacked[0][1:]):
-            return 2.0 * rows * flat[0][1] * flat[1][1]
-    total.opaque[line.name.split(".")[0]] = total.opaque.get(line.name.split(".")[0], 0) + 1
-    return 0.0
+    if len(shapes) != 3 or len(flat) != 2:  # a table of groups
+        return 0.0
+    return 2.0 * flat[0][0] * flat[0][1] * flat[1][1]
 
 
 def _numbers(rest: str, name: str) -> list[int]:

@@ -5,12 +5,13 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 _BITS = {"pred": 8, "bf16": 16, "f8e4m3": 8, "f8e5m2": 8, "token": 0, "opaque": 0}
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\](?:\{([^}]*)\})?")
 _LINE = re.compile(r"\s+(ROOT )?%([\w.\-]+) = (.*?)\s([a-z][\w\-]*)\((.*)$")
 _HEAD = re.compile(r"(ENTRY )?%([\w.\-]+) \(.*\{$")
+_END = re.compile(r'\}(, execution_thread="\w+")?')
 _NAME = re.compile(r"%([\w.\-]+)")
 _CALLED = re.compile(
     r"\b(?:calls|to_apply|body|condition|true_computation|false_computation|branch_computations)="
@@ -131,13 +132,13 @@ def parse(text: str) -> Module:
     computations: dict[str, Computation] = {}
     entry = name = root = None
     lines: dict[str, Instruction] = {}
-    for line in text.splitlines():
+    for line in _joined(text):
         if name is None:
             head = _HEAD.match(line)
             if head is not None:
                 name, root, lines = head[2], None, {}
                 entry = name if head[1] else entry
-        elif line.startswith("}"):
+        elif _END.fullmatch(line):
             computations[name] = Computation(name, lines, root or next(reversed(lines)))
             name = None
         else:
@@ -148,6 +149,21 @@ def parse(text: str) -> Module:
     if entry is None:
         raise ValueError("this is no text of a compiled program: it has no ENTRY")
     return Module(computations, entry)
+
+
+def _joined(text: str) -> Iterator[str]:
+    """The lines, each with what follows it without being an instruction: metadata of kernels."""
+    held: str | None = None
+    for line in text.splitlines():
+        begins = line.startswith("  ") or _END.fullmatch(line) or _HEAD.match(line)
+        if held is not None and not begins:
+            held += line
+            continue
+        if held is not None:
+            yield held
+        held = line
+    if held is not None:
+        yield held
 
 
 def _instruction(found: re.Match[str]) -> Instruction:

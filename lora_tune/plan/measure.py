@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from lora_tune.plan import cost, hlo
 from lora_tune.plan.environment import no_cache
+from lora_tune.plan.kernels import kernel_flops
 from lora_tune.plan.topologies import Topology
 
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "": 1}
@@ -87,6 +88,8 @@ def compile_step(traced: Any, mesh: Mesh, *, slices: int = 1) -> Compiled:
     seconds = time.perf_counter() - started
     text = compiled.as_text()
     counted = cost.count(hlo.parse(text), devices=mesh.size, slice_devices=mesh.size // slices)
+    if counted.kernels:
+        counted.flops += kernel_flops(traced.jaxpr.jaxpr)
     return Compiled(memory_of(compiled, mesh.devices.flat[0].platform), counted, text, seconds)
 
 

@@ -146,9 +146,12 @@ def _notes(recipe: Recipe, topology: Topology, compiled: measure.Compiled) -> It
             f"{len(cost.dynamic)} loops run as often as data tells; each is counted once "
             f"({', '.join(cost.dynamic[:3])})"
         )
-    if cost is not None and cost.opaque:
-        names = ", ".join(f"{name} x {times}" for name, times in cost.opaque.items())
-        yield f"the operations of these kernels are not counted: {names}"
+    if cost is not None and cost.kernels:
+        names = ", ".join(f"{name} x {times}" for name, times in cost.kernels.items())
+        yield (
+            f"the operations of these kernels are counted in the traced step, blocks that a mask "
+            f"leaves out included: {names}"
+        )
 
 
 def ways(mesh: Mesh) -> int:

@@ -79,7 +79,7 @@ def _work(plan: Plan) -> dict[str, Any]:
         if cost is None
         else {kind: dataclasses.asdict(traffic) for kind, traffic in sorted(cost.traffic.items())},
         "dynamic_loops": None if cost is None else cost.dynamic,
-        "uncounted_kernels": None if cost is None else cost.opaque,
+        "kernels": None if cost is None else cost.kernels,
         "bound_seconds": seconds,
         "bound_by": None if bound is None else {**dataclasses.asdict(bound), "limit": bound.limit},
         "tokens_per_step": plan.program.tokens,

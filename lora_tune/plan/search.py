@@ -291,11 +291,11 @@ def moved_bytes(recipe: Recipe, model: Decoder, mesh: Mesh, *, rows: int) -> flo
     inputs = abstract.inputs_of(planner.with_mesh(recipe, mesh, rows=rows), model, place)
     received = 0.0
     for name, leaf in {**inputs.frozen, **inputs.trainable}.items():
+        axes = inputs.split.axes[name]
+        split = set(jax.tree.leaves(tuple(sharding.named_sharding(place, axes).spec)))
         whole = leaf.size * leaf.dtype.itemsize
-        for axis in inputs.split.axes[name]:
-            rule = sharding.RULES.get(axis or "")
-            if axis == "expert" or rule == "tensor":
-                whole //= getattr(mesh, str(rule))
+        whole //= mesh.expert if "expert" in axes else 1
+        whole //= mesh.tensor if "tensor" in split else 1
         received += 2 * (whole - abstract.bytes_on_device(leaf))
     config: Any = model.config
     tokens = rows * recipe.data.max_length * config.hidden_size * 2.0

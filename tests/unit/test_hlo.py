@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -87,6 +88,50 @@ def test_a_product_by_groups_on_a_tpu():
         return jax.lax.ragged_dot(rows, experts, jnp.full(4, 32, jnp.int32))
 
     assert count("v5p-8", f, (128, 256), (4, 256, 128)).flops == 2 * 128 * 256 * 128
+
+
+def test_a_kernels_operations_are_those_of_its_body_times_its_grid():
+    def kernel(a, b, out):
+        out[...] = jnp.dot(a[...], b[...], preferred_element_type=jnp.float32)
+
+    def f(a, b):
+        call = pl.pallas_call(
+            kernel,
+            grid=(4,),
+            in_specs=[
+                pl.BlockSpec((128, 256), lambda i: (i, 0)),
+                pl.BlockSpec((256, 128), lambda i: (0, 0)),
+            ],
+            out_specs=pl.BlockSpec((128, 128), lambda i: (i, 0)),
+            out_shape=jax.ShapeDtypeStruct((512, 128), jnp.float32),
+        )
+        return repeat(lambda a: jnp.tile(jnp.sin(call(a, b)), (1, 2)), 3)(a) @ b
+
+    mesh = Mesh(np.array(devices("v5p-8")[:1]), ("x",))
+    args = [
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P()))
+        for shape in ((512, 256), (256, 128))
+    ]
+    with jax.default_matmul_precision("bfloat16"):
+        found = measure.compile_step(jax.jit(f).trace(*args), mesh).cost
+    assert found.flops == (3 + 1) * 2 * 512 * 256 * 128
+    assert sum(found.kernels.values()) == 3
+
+
+def test_what_follows_an_instruction_in_lines_of_its_own_belongs_to_it():
+    text = (
+        "ENTRY %main (a: f32[8]) -> f32[8] {\n"
+        "  %a = f32[8]{0} parameter(0)\n"
+        '  %k = f32[8]{0} custom-call(%a), custom_call_target="tpu_custom_call", meta={{\n'
+        '"words":"{}"\n'
+        '}}, metadata={op_name="k"}\n'
+        "  ROOT %b = f32[8]{0} copy(%k)\n"
+        "}\n"
+    )
+    main = hlo.parse(text).computations["main"]
+    assert list(main.instructions) == ["a", "k", "b"]
+    assert "op_name" in main.instructions["k"].rest
+    assert main.root == "b"
 
 
 @both
