@@ -30,6 +30,7 @@ _LENGTH_STEP = 256
 _MOST_ROWS = 1024
 _MOST_LENGTH = 2**20
 _MARGIN = 0.02
+_ROOM = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,7 +240,10 @@ def find(
     rows = planner.rows_of(largest.recipe)
     try:
         for mesh in left:
-            search.try_(variant(mesh, "full", rows))
+            one = search.try_(variant(mesh, "full", 1))
+            # What its arguments leave holds as many rows as the same room held before.
+            room = (one.limit - one.held) / max(1, largest.limit - largest.held)
+            search.try_(variant(mesh, "full", max(1, int(rows * min(1.0, room)))))
     except OutOfBudgetError:
         pass
     mesh = _best(search.trials).recipe.mesh
@@ -263,21 +267,24 @@ def _best(trials: Sequence[Trial]) -> Trial:
 def ranked(
     recipe: Recipe, model: Decoder, devices: int, *, slices: int, limit: int, most: int = _MESHES
 ) -> list[Mesh]:
-    """The meshes to try: their arguments fit, and they would move the fewest bytes first.
+    """The meshes to try: the roomiest, then those that would move the fewest bytes.
 
-    Where none fits, the one that comes nearest.
+    Those whose arguments do not fit are left out; where none fits, the roomiest is tried alone.
     """
     held: dict[Mesh, int] = {}
     for mesh in planner.meshes(model, devices, slices):
         shapes = planner.abstract_mesh(mesh)
         asked = planner.with_mesh(recipe, mesh, rows=1)
         held[mesh] = sum(abstract.inputs_of(asked, model, shapes).held().values())
+    least = min(held.values())
     fitting = [mesh for mesh, size in held.items() if size < limit]
     if not fitting:
-        return sorted(held, key=held.__getitem__)[:1]
+        return [min(held, key=held.__getitem__)]
     rows = planner.rows_of(recipe)
     moved = {mesh: moved_bytes(recipe, model, mesh, rows=rows) for mesh in fitting}
-    return sorted(fitting, key=lambda mesh: moved[mesh])[:most]
+    by_moves = sorted(fitting, key=lambda mesh: moved[mesh])
+    roomiest = next(mesh for mesh in by_moves if held[mesh] <= (1 + _ROOM) * least)
+    return [roomiest, *(mesh for mesh in by_moves if mesh != roomiest)][:most]
 
 
 def moved_bytes(recipe: Recipe, model: Decoder, mesh: Mesh, *, rows: int) -> float:
