@@ -283,7 +283,9 @@ def ranked(
     rows = planner.rows_of(recipe)
     moved = {mesh: moved_bytes(recipe, model, mesh, rows=rows) for mesh in fitting}
     by_moves = sorted(fitting, key=lambda mesh: moved[mesh])
-    roomiest = next(mesh for mesh in by_moves if held[mesh] <= (1 + _ROOM) * least)
+    roomy = [mesh for mesh in by_moves if held[mesh] <= (1 + _ROOM) * least]
+    # `tensor` divides weights, but not what layers keep of their rows.
+    roomiest = min(roomy, key=lambda mesh: mesh.tensor)
     return [roomiest, *(mesh for mesh in by_moves if mesh != roomiest)][:most]
 
 
