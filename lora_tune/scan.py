@@ -44,6 +44,8 @@ STACK_AXES = (BLOCK, LAYER)
 MIXED = "mixed"
 """`checkpoint_name` of what a mixer's heads put out, before its output projection."""
 
+PROJECTED = "projected"
+"""`checkpoint_name` of what a projection puts out, its adapter's share included."""
 _INPUT = "layer_input"
 _LANES = 128
 
@@ -299,7 +301,7 @@ def _activations(primitive: Any, *_: Any, **__: Any) -> bool:
 
 REMAT: Mapping[str, Callable[..., Any]] = {
     "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots": jax.checkpoint_policies.save_only_these_names(PROJECTED, MIXED),
     "save_attention": jax.checkpoint_policies.save_only_these_names(MIXED),
     "none": _activations,
     "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -309,9 +311,9 @@ REMAT: Mapping[str, Callable[..., Any]] = {
         offload_dst="pinned_host",
     ),
 }
-"""What is kept of each layer for the backward pass, by the recipe's name: its input; also products
-of activations and weights, but for routed experts; also what the mixer's heads put out; everything
-but weights; its input, on the host.
+"""What is kept of each layer for the backward pass, by the recipe's name: its input; also what
+projections put out, but for routed experts, and the mixer's heads; also what the mixer's heads put
+out; everything but weights; its input, on the host.
 """
 
 

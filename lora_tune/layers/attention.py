@@ -10,8 +10,9 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
+from lora_tune.layers.block_attention import Masking, Settings, block_attention
 from lora_tune.layers.splash import splash_attention, splash_fits
 
 _EXACT = jax.lax.Precision.HIGHEST
@@ -41,9 +42,9 @@ def attention(
 
     Logits and softmax are float32; probabilities are cast to v's dtype for the second product,
     which accumulates in float32. `precision` matters for float32 operands only. With more than
-    block_size queries, blocks run one after the other and are recomputed in the backward pass, so
-    the [T, S] matrix never exists whole. On TPU, what `splash_fits` goes through its kernel.
-    Returns q's dtype.
+    block_size queries, blocks run one after the other, and probabilities are made again in the
+    backward pass, so the [T, S] matrix never exists whole. On TPU, what `splash_fits` goes through
+    its kernel. Returns q's dtype.
     Raises ValueError when N is not a multiple of K, or segment_ids come without the keys' own and
     S differs from T.
     """
@@ -124,7 +125,12 @@ def _plain(form: _Form) -> Any:
 def _reference(form, q, k, v, segment_ids, key_segment_ids, offset) -> Array:
     batch, time = segment_ids.shape
     index = jnp.broadcast_to(jnp.expand_dims(offset, -1), (batch, 1)) + jnp.arange(time)[None, :]
-    block = partial(_block, k, v, key_segment_ids, form.scale, form.sliding_window, form.precision)
+    settings = Settings(form.scale, form.sliding_window, form.precision)
+
+    def block(queries: tuple[Array, Array, Array]) -> Array:
+        q, index, ids = queries
+        return block_attention(q, k, v, Masking(index, ids, key_segment_ids), settings)
+
     if time <= form.block_size:
         return block((q, index, segment_ids))
     return _by_blocks(block, (q, index, segment_ids), form.block_size)
@@ -139,34 +145,6 @@ def _by_blocks(block, queries: tuple[Array, Array, Array], size: int) -> Array:
         x = jnp.pad(x, [(0, 0), (0, count * size - time)] + [(0, 0)] * (x.ndim - 2))
         return jnp.moveaxis(x.reshape(x.shape[0], count, size, *x.shape[2:]), 1, 0)
 
-    out = jax.lax.map(jax.checkpoint(block, prevent_cse=False), tuple(split(x) for x in queries))
+    out = jax.lax.map(block, tuple(split(x) for x in queries))
     out = jnp.moveaxis(out, 0, 1)  # [B, blocks, size, N, H]
     return out.reshape(out.shape[0], count * size, *out.shape[3:])[:, :time]
-
-
-def _block(k, v, key_segment_ids, scale, sliding_window, precision, queries) -> Array:
-    q, index, segment_ids = queries
-    batch, time, heads, _ = q.shape
-    grouped = q.reshape(batch, time, k.shape[2], heads // k.shape[2], -1)
-    einsum = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
-    logits = einsum("btkgh,bskh->bkgts", grouped, k) * scale
-    seen = _visible(index, segment_ids, key_segment_ids, sliding_window)[:, None, None]
-    # A finite floor: rows that see nothing (padding) stay finite in both directions.
-    logits = jnp.where(seen, logits, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(logits, axis=-1).astype(v.dtype)
-    out = einsum("bkgts,bskh->btkgh", weights, v).reshape(batch, time, heads, -1)
-    return jnp.where((segment_ids != 0)[..., None, None], out, 0.0).astype(q.dtype)
-
-
-def _visible(
-    index: Int[Array, "B T"],
-    segment_ids: Int[Array, "B T"],
-    key_segment_ids: Int[Array, "B S"],
-    sliding_window: int | None,
-) -> Bool[Array, "B T S"]:
-    """Say which keys each query sees."""
-    distance = index[:, :, None] - jnp.arange(key_segment_ids.shape[1])[None, None, :]
-    seen = (distance >= 0) & (segment_ids[:, :, None] == key_segment_ids[:, None, :])
-    if sliding_window is not None:
-        seen &= distance < sliding_window
-    return seen

@@ -9,11 +9,13 @@ module's path. Activations are flattened to two dimensions first: an adapter's g
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from lora_tune import sharding
 from lora_tune.layers import grouped
 from lora_tune.layers.weights import NORMAL, weight
+from lora_tune.scan import PROJECTED
 
 
 class Linear(nnx.Module):
@@ -38,6 +40,7 @@ class Linear(nnx.Module):
         flat = x.reshape(-1, x.shape[-1])
         kernel = self.kernel[...].astype(x.dtype)
         y = jax.lax.dot_general(flat, kernel, (((1,), (0,)), ((), ())))
+        y = checkpoint_name(y, PROJECTED)
         return y.reshape(*x.shape[:-1], y.shape[-1])
 
 

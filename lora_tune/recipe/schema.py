@@ -27,9 +27,9 @@ class Model:
     """Type of the base weights and of the computation; adapters are always float32."""
     remat: Literal["full", "dots", "save_attention", "none", "offload"] = "full"
     """What each layer keeps for the backward pass, which recomputes the rest: `full` its input,
-    `dots` also what projections put out, but for routed experts, `save_attention` also what the
-    heads of its mixer put out, `none` everything but weights, `offload` its input, in the host's
-    memory. See `docs/memory.md`."""
+    `dots` also what projections put out, but for routed experts, and the heads of its mixer,
+    `save_attention` also what the heads of its mixer put out, `none` everything but weights,
+    `offload` its input, in the host's memory. See `docs/memory.md`; on a CPU, `dots` is fastest."""
     scan_layers: bool = True
     """Compile one cycle of layers and scan over it, rather than every layer on its own."""
     param_scan_axis: int = 0
