@@ -215,8 +215,10 @@ def _recipe_of(settings: Sequence[tuple[str, str]]) -> str:
 def _train(arguments: Sequence[str]) -> int:
     settings = _settings(arguments)
     recipe = _recipe_of(settings)
+    from lora_tune import compiled
     from lora_tune.api import train
 
+    compiled.keep()
     result = train(recipe, [f"{key}={value}" for key, value in settings if key != "recipe"])
     return 0 if result.interrupted is None else 128 + signal.Signals[result.interrupted]
 
@@ -243,15 +245,19 @@ def _plan(arguments: Sequence[str]) -> int:
 
 def _generate(arguments: Sequence[str]) -> None:
     settings = _settings(arguments)
+    from lora_tune import compiled
     from lora_tune.commands import generate
 
+    compiled.keep()
     generate(settings)
 
 
 def _chat(arguments: Sequence[str]) -> None:
     settings = _settings(arguments)
+    from lora_tune import compiled
     from lora_tune.commands import chat
 
+    compiled.keep()
     chat(settings)
 
 

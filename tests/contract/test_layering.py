@@ -34,6 +34,7 @@ LEVELS = {
     "lora_tune.sharding": 1,
     "lora_tune.hf.table": 1,
     "lora_tune.assets": 0,
+    "lora_tune.compiled": 0,
     "lora_tune.errors": 0,
     "lora_tune": 0,
 }

@@ -8,6 +8,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 _OPTIONS = {
+    "jax_enable_compilation_cache": True,
     "jax_compilation_cache_dir": None,
     "jax_persistent_cache_min_compile_time_secs": 0.0,
     "jax_persistent_cache_min_entry_size_bytes": 0,
