@@ -110,7 +110,7 @@ def _load(
         tensor = checkpoint.tensors[name]
         values = tensor.array()[leaf.view.hf_index(window)]
         with np.errstate(over="ignore"):  # an overflow is reported below, by name
-            part = leaf.view.from_hf(values).astype(dtype)
+            part = leaf.view.from_hf(values).astype(dtype, copy=False)
         if not _is_finite(part):
             raise InputError(
                 f"{tensor.where} holds a NaN or an infinity (read as {dtype}); the checkpoint is "
@@ -125,7 +125,7 @@ def _is_finite(array: np.ndarray) -> bool:
     limit = _NON_FINITE.get(array.dtype.name)
     if limit is None:
         return bool(np.isfinite(array).all())
-    bits = np.ascontiguousarray(array).view(np.uint16) & 0x7FFF
+    bits = array.ravel(order="K").view(np.uint16) & 0x7FFF  # as it lies: transposed, often
     return not array.size or int(bits.max()) < limit
 
 

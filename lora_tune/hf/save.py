@@ -159,11 +159,15 @@ def _merge_file(
 
 def _merge(tensor: Tensor, adapter: Adapter, cell: tuple[int, ...]) -> tuple[np.ndarray, float]:
     a, b, scale = adapter.factors(cell)
-    delta = adapter.leaf.view.to_hf((a @ b) * np.float32(scale))
-    exact = tensor.array().astype(np.float32) + delta
+    # Only projections carry adapters, and Hugging Face has their kernels transposed. Products in
+    # that layout, and sums in place, take half the time.
+    exact = b.T @ a.T
+    exact *= np.float32(scale)
+    exact += tensor.array()
     with np.errstate(over="ignore"):
         merged = exact.astype(DTYPES[tensor.dtype])
-    rounding = float(np.abs(merged.astype(np.float32) - exact).max(initial=0.0))
+    exact -= merged
+    rounding = float(np.abs(exact, out=exact).max(initial=0.0))
     if not np.isfinite(rounding):
         raise InputError(
             f"{tensor.where}: the merged weight is not finite in {tensor.dtype}; the adapter has "
