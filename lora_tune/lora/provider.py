@@ -115,8 +115,8 @@ def _factors(module: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
 def low_rank(x: jax.Array, a: jax.Array, b: jax.Array, scale: jax.Array) -> jax.Array:
     """`x @ A * scale @ B` in the dtype of `x`, for `[n, in]`, `[in, r]`, `[r, out]` and a scalar.
 
-    The gradient of A is computed as `[r, in]`: a product whose rows are long, where the one that
-    autodiff writes takes four times the time on a CPU. Gradients are summed in float32.
+    The gradient of A is computed as `[r, in]`, a product whose rows are long; the one that autodiff
+    writes takes four times as long on a CPU. Gradients are summed in float32.
     """
     return _low_rank_forward(x, a, b, scale)[0]
 
@@ -134,7 +134,8 @@ def _low_rank_backward(kept: tuple, g: jax.Array) -> tuple:
     g_low = jax.lax.dot_general(g, b.astype(g.dtype), columns)
     g_low = (g_low * scale).astype(g.dtype)
     exact = {"preferred_element_type": jnp.float32}
-    da = jax.lax.dot_general(g_low, x, rows, **exact).T
+    # XLA would turn the product itself back, rather than what comes out of it.
+    da = jax.lax.optimization_barrier(jax.lax.dot_general(g_low, x, rows, **exact)).T
     db = jax.lax.dot_general(low, g, rows, **exact)
     return jax.lax.dot_general(g_low, a.astype(g.dtype), columns), da, db, jnp.zeros_like(scale)
 
