@@ -134,7 +134,7 @@ def trial_values(trial: Trial) -> dict[str, Any]:
 def trial_line(trial: Trial) -> str:
     """A compiled program of a search as a line."""
     recipe = trial.recipe
-    bound = "" if trial.seconds is None else f", at least {trial.seconds:,.3f} s a step"
+    bound = "" if trial.seconds is None else f", at least {seconds_text(trial.seconds)} a step"
     return (
         f"{mesh_text(recipe)}, remat {recipe.model.remat}, {rows_of(recipe)} x "
         f"{recipe.data.max_length} tokens: needs {_gigabytes(trial.needed)} GB"
@@ -191,6 +191,11 @@ def mesh_text(recipe: Recipe) -> str:
     return " x ".join(f"{name} {size}" for name, size in used.items()) or "one device"
 
 
+def seconds_text(seconds: float) -> str:
+    """Seconds, or milliseconds below one."""
+    return f"{seconds:,.2f} s" if seconds >= 1 else f"{1000 * seconds:,.3g} ms"
+
+
 def _gigabytes(count: float | None) -> str:
     return "unknown" if count is None else f"{count / 1e9:,.3f}"
 
@@ -235,7 +240,7 @@ def _words(plan: Plan) -> Iterator[str]:
     if bound is not None:
         tokens = plan.program.tokens / bound.seconds
         yield (
-            f"bound, not an estimate: a step takes at least {bound.seconds:,.3f} s, at most "
+            f"bound, not an estimate: a step takes at least {seconds_text(bound.seconds)}, at most "
             f"{tokens:,.0f} tokens/s; limited by {_RESOURCES[bound.limit]} at the published rate"
         )
     elif cost is not None:

@@ -30,6 +30,7 @@ _LENGTH_STEP = 256
 _MOST_ROWS = 1024
 _MOST_LENGTH = 2**20
 _MARGIN = 0.02
+_FINE = 0.03
 _ROOM = 0.05
 
 
@@ -98,7 +99,8 @@ class Search:
     def most(self, sized: Callable[[int], Recipe], *, least: int, most: int) -> Trial | None:
         """The trial of the largest size that fits; None if `least` does not.
 
-        Ends early where the line through two programs leaves the next size no room by far.
+        Ends early where the line through two programs leaves the next size no room by far, or
+        promises a size that is hardly larger.
 
         Args:
           sized: the recipe of a size; memory must not fall as it grows.
@@ -116,8 +118,10 @@ class Search:
                 else:
                     high = size - 1
                 size = min(max(_meets(line, low, high), low), high)
-                if best is not None and len(line) > 1 and _far(line, low):
-                    break
+                if best is not None and len(line) > 1:
+                    little = high <= (low - 1) * (1 + _FINE) or size <= (low - 1) * (1 + _FINE)
+                    if little or _far(line, low):
+                        break
         except OutOfBudgetError:
             pass
         return best

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every recipe, wherever it lies, loads, teaches and survives being saved."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,10 @@ def test_the_step_of_a_recipe_can_be_planned(path: Path) -> None:
         [topology] = parse(SLICES[path.name])
         assert planner.ways(asked.mesh) == topology.devices
         assert held < topology.facts.hbm
+        figures = re.search(r"optimizer take ([\d.]+) GB of ([\d.]+)", path.read_text())
+        assert figures is not None
+        there = topology.facts.hbm / 1e9
+        assert [float(n) for n in figures.groups()] == pytest.approx([held / 1e9, there], rel=0.005)
         assert f"topology={topology.name}" in path.read_text()
     alone = planner.with_mesh(asked, recipe.Mesh(), rows=1)
     one = sharding.make_mesh(devices=abstract.devices_of(parse("cpu")[0])[:1])

@@ -61,16 +61,17 @@ def test_it_finds_what_trying_everything_finds(recipe, shape):
                 yield trial
 
     most = max(planner.rows_of(t.recipe) for t in every([1024], ["full"], MESHES[:1]))
-    assert planner.rows_of(found.largest.recipe) == most
+    # A size that is hardly larger is not worth a program.
+    assert most / (1 + search._FINE) <= planner.rows_of(found.largest.recipe) <= most
     least = min(trial.per_token for trial in every([1024], KEPT, MESHES))
     assert found.best.per_token == pytest.approx(least, rel=0.1)
-    lengths = range(256, 200 * 256, 256)
+    lengths = range(256, 500 * 256, 256)
     longest = max(
         trial.recipe.data.max_length
         for trial in every(lengths, ["full"], [found.longest.recipe.mesh])
         if planner.rows_of(trial.recipe) == 1
     )
-    assert found.longest.recipe.data.max_length >= longest - 256
+    assert longest / 1.05 <= found.longest.recipe.data.max_length <= longest
 
 
 def test_it_compiles_little_and_nothing_twice(recipe):
