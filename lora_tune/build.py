@@ -400,7 +400,7 @@ def jit_step(
 
 def rows_sharding(mesh: Mesh) -> NamedSharding:
     """Where the arrays `[accumulation, rows, T]` of a batch lie."""
-    return NamedSharding(mesh, PartitionSpec(None, sharding.BATCH_AXES, None))
+    return NamedSharding(mesh, sharding.batch_spec(None))
 
 
 def make_place(mesh: Mesh | None, accumulation: int) -> Callable[[Batch], Any]:

@@ -2,9 +2,9 @@
 """Where every array lives: logical axis names, the table to mesh axes, and manual regions.
 
 Model code is single-device. Each parameter names its dimensions (`axes`), `RULES` maps those names
-to mesh axes, and the training step runs inside one `jax.shard_map` that is manual over `data`,
-`fsdp` and `expert` (the compiler handles `tensor`). Inside such a region the scan engine gathers a
-layer's weights right before use with `unshard`; routed experts stay where they are.
+to mesh axes, and the training step runs inside one `jax.shard_map` that is manual over all axes
+but `tensor`, which the compiler handles. Inside such a region the scan engine gathers a layer's
+weights right before use with `unshard`; routed experts stay where they are.
 """
 
 import contextlib
@@ -21,16 +21,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lora_tune.errors import InputError
 
-MESH_AXES = ("data", "fsdp", "expert", "tensor")
+MESH_AXES = ("data", "fsdp", "expert", "sequence", "tensor")
 """Mesh axes, slowest first: `tensor` neighbours talk most, so they are closest."""
 BATCH_AXES = ("data", "fsdp", "expert")
-"""Mesh axes over which the rows of a batch are spread; also the manual axes of the step."""
+"""Mesh axes over which the rows of a batch are spread."""
+MANUAL_AXES = (*BATCH_AXES, "sequence")
+"""Mesh axes of the step's manual region: those of the rows, and that of each row's tokens."""
 
 RULES: Mapping[str, tuple[str, ...]] = {
     "expert": ("expert",),
-    "embed": ("fsdp", "expert"),
-    "heads": ("fsdp", "expert", "tensor"),
-    "mlp": ("fsdp", "expert", "tensor"),
+    "embed": ("fsdp", "expert", "sequence"),
+    "heads": ("fsdp", "expert", "sequence", "tensor"),
+    "mlp": ("fsdp", "expert", "sequence", "tensor"),
     "per_head": ("tensor",),
     "vocab": ("tensor",),
 }
@@ -49,16 +51,17 @@ def make_mesh(
     data: int = 1,
     fsdp: int = 1,
     expert: int = 1,
+    sequence: int = 1,
     tensor: int = 1,
     devices: Sequence | None = None,
 ) -> Mesh:
-    """Builds the device mesh, with axes `data`, `fsdp`, `expert` and `tensor`.
+    """Builds the device mesh, with axes `data`, `fsdp`, `expert`, `sequence` and `tensor`.
 
     Raises:
       InputError: an axis is smaller than 1, or the product exceeds the number of devices. With a
         smaller product the first devices are used.
     """
-    sizes = {"data": data, "fsdp": fsdp, "expert": expert, "tensor": tensor}
+    sizes = dict(zip(MESH_AXES, (data, fsdp, expert, sequence, tensor), strict=True))
     wrong = [f"mesh.{name}={size}" for name, size in sizes.items() if size < 1]
     if wrong:
         raise InputError(f"{', '.join(wrong)}: a mesh axis is a number of devices, at least 1")
@@ -109,6 +112,11 @@ def mesh_axes(axes: Sequence[str | None]) -> tuple[tuple[str, ...], ...]:
     return tuple(taken.get(dim, ()) for dim in range(len(axes)))
 
 
+def batch_spec(*lead: None) -> PartitionSpec:
+    """Partition spec of a batch's arrays `[*lead, rows, T]`."""
+    return PartitionSpec(*lead, BATCH_AXES, "sequence")
+
+
 def spec(axes: Sequence[str | None], *, only: Sequence[str] = MESH_AXES) -> PartitionSpec:
     """Partition spec of an array with these logical axes, over the mesh axes in `only`."""
     parts = [tuple(axis for axis in dim if axis in only) for dim in mesh_axes(axes)]
@@ -146,7 +154,7 @@ def check_divides(arrays: Mapping[str, tuple[Sequence[int], Sequence[str | None]
 
 @contextlib.contextmanager
 def manual(mesh: Mesh) -> Iterator[None]:
-    """Marks a trace inside `shard_map` as manual over the batch axes of `mesh`."""
+    """Marks a trace inside `shard_map` as manual over `MANUAL_AXES` of `mesh`."""
     token = _SIZES.set(dict(mesh.shape))
     try:
         yield
@@ -156,12 +164,12 @@ def manual(mesh: Mesh) -> Iterator[None]:
 
 def manual_size(name: str) -> int:
     """Number of devices along a mesh axis that the trace is manual over, 1 outside."""
-    return _SIZES.get().get(name, 1) if name in BATCH_AXES else 1
+    return _SIZES.get().get(name, 1) if name in MANUAL_AXES else 1
 
 
 def automatic_size(name: str) -> int:
     """Number of devices along a mesh axis that the compiler handles, 1 outside a manual region."""
-    return 1 if name in BATCH_AXES else _SIZES.get().get(name, 1)
+    return 1 if name in MANUAL_AXES else _SIZES.get().get(name, 1)
 
 
 def manual_axis(name: str) -> str | None:

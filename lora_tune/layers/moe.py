@@ -99,7 +99,7 @@ def _exchanged(x: jax.Array, weights: jax.Array, chosen: jax.Array, experts: Exp
     devices = sharding.manual_size("expert")
     exchange = Exchange(
         axis="expert",
-        agree=tuple(filter(sharding.manual_axis, sharding.BATCH_AXES)),
+        agree=tuple(filter(sharding.manual_axis, sharding.MANUAL_AXES)),
         devices=devices,
         local=experts.local_experts,
         capacity=capacity(chosen.size, devices),

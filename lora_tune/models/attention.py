@@ -9,6 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from lora_tune.cache import AttentionCache, Entry, slots_first, slots_last
+from lora_tune.layers import sequence
 from lora_tune.layers.attention import attention
 from lora_tune.models.decoder import LayerInputs
 from lora_tune.scan import MIXED
@@ -29,16 +30,19 @@ def attend(
     Returns:
       `[B, T, N, H]`, named `MIXED` for remat, and the entry after the call.
     """
-    run = functools.partial(attention, segment_ids=inputs.segment_ids, scale=q.shape[-1] ** -0.5)
+    run = functools.partial(attention, scale=q.shape[-1] ** -0.5)
     slots = inputs.slots
     if entry is None or slots is None:
-        y = run(q, k, v)
+        rows = sequence.whole_rows(inputs.segment_ids)
+        keys, values = (sequence.deal_heads(x, shared=True) for x in (k, v))
+        y = sequence.collect_heads(run(sequence.deal_heads(q), keys, values, segment_ids=rows))
     else:
         entry = entry.write(slot=slots.index, k=slots_first(k), v=slots_first(v))
         y = run(
             q,
             slots_last(entry.read("k")),
             slots_last(entry.read("v")),
+            segment_ids=inputs.segment_ids,
             key_segment_ids=slots.segment_ids,
             query_offset=slots.index,
         )

@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 
 from lora_tune.cache import Entry, LayerCache, RecurrentCache
 from lora_tune.hf.table import Row
+from lora_tune.layers import sequence
 from lora_tune.layers.conv import causal_conv
 from lora_tune.layers.delta_mixer import Heads, gated_delta_mixer
 from lora_tune.layers.delta_net import gated_delta_rule, recurrent_gated_delta_rule
@@ -73,22 +74,30 @@ class GatedDeltaNet(nnx.Module):
 
     def _mix(self, packed: jax.Array, g: jax.Array, beta: jax.Array, inputs: LayerInputs):
         c = self.config
-        return gated_delta_mixer(
-            packed,
-            g,
-            beta,
-            kernel=self.conv1d.kernel[...].astype(packed.dtype),
+        keys, parts = c.linear_num_key_heads, sequence.parts()
+
+        def deal(x: jax.Array) -> jax.Array:  # heads are dealt out by key head
+            dealt = sequence.deal_heads(x.reshape(*x.shape[:2], keys, -1))
+            return dealt.reshape(*dealt.shape[:2], -1)
+
+        kernel = self.conv1d.kernel[...].astype(packed.dtype)
+        ends = [keys * c.linear_key_head_dim * i for i in (1, 2)]
+        kernels = [sequence.own_heads(part, 1) for part in jnp.split(kernel, ends, axis=1)]
+        y = gated_delta_mixer(
+            *(deal(x) for x in (packed, g, beta)),
+            kernel=jnp.concatenate(kernels, axis=1),
             norm_weight=self.norm.weight[...],
             heads=Heads(
-                key_heads=c.linear_num_key_heads,
-                groups=c.linear_num_value_heads // c.linear_num_key_heads,
+                key_heads=keys // parts,
+                groups=c.linear_num_value_heads // keys,
                 key_dim=c.linear_key_head_dim,
                 value_dim=c.linear_value_head_dim,
             ),
             eps=c.rms_norm_eps,
-            segment_ids=inputs.segment_ids,
+            segment_ids=sequence.whole_rows(inputs.segment_ids),
             chunk_size=_chunk_size(c),
         )
+        return sequence.collect_heads(y)
 
     def _mix_cached(
         self, packed: jax.Array, g: jax.Array, beta: jax.Array, inputs: LayerInputs, entry: Entry

@@ -21,6 +21,7 @@ _LIMITS: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
             "mesh.fsdp",
             "mesh.tensor",
             "mesh.expert",
+            "mesh.sequence",
             "train.batch_size",
             "train.gradient_accumulation_steps",
             "train.loss_chunk_size",
@@ -161,6 +162,11 @@ def _batches(recipe: Recipe) -> Iterator[str]:
         yield (
             f"eval.batch_size ({rows}) must be a multiple of "
             f"mesh.data x mesh.fsdp x mesh.expert ({ways})"
+        )
+    if recipe.data.max_length % recipe.mesh.sequence:
+        yield (
+            f"data.max_length ({recipe.data.max_length}) must be a multiple of mesh.sequence "
+            f"({recipe.mesh.sequence})"
         )
 
 

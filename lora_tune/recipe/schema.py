@@ -119,7 +119,9 @@ class Mesh:
     tensor: int = 1
     """Devices that split the width of every layer."""
     expert: int = 1
-    """Devices that take a part of the batch and of the routed experts."""
+    """Devices that take a part of the batch, of the routed experts and of all other weights."""
+    sequence: int = 1
+    """Devices that each take a part of every sequence, and of the weights: for long sequences."""
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ class SplitModel:
 
     def specs(self, names: Mapping[str, Any]) -> dict[str, PartitionSpec]:
         """Partition specs over the manual axes of the step, for the named weights."""
-        return {name: sharding.spec(self.axes[name], only=sharding.BATCH_AXES) for name in names}
+        return {name: sharding.spec(self.axes[name], only=sharding.MANUAL_AXES) for name in names}
 
     def shardings(self, mesh: Mesh, names: Mapping[str, Any]) -> dict[str, NamedSharding]:
         """Full shardings on `mesh`, for the named weights."""

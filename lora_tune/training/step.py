@@ -3,8 +3,8 @@
 
 The loss of a step is the sum of negative log-likelihoods of trained tokens divided by their global
 count, over all micro-batches and devices: neither accumulation nor the mesh changes it. On a mesh,
-loss and gradients run inside one `jax.shard_map` that is manual over `data`, `fsdp` and `expert`;
-the compiler handles `tensor`. The frozen weights are inputs only.
+loss and gradients run inside one `jax.shard_map` that is manual over all axes but `tensor`, which
+the compiler handles. The frozen weights are inputs only.
 """
 
 import functools
@@ -37,14 +37,19 @@ def token_sums(model: Any, batch: Batch) -> tuple[jax.Array, Sums]:
     weights = batch["weights"]
     trained = weights > 0
     total = jnp.sum(nll * weights)
-    exact = jnp.all(correct | ~trained, axis=1) & jnp.any(trained, axis=1)
+    # Of a row whose tokens are spread over devices, the first device counts what all found.
+    axis = sharding.manual_axis("sequence")
+    counts = jnp.stack([jnp.sum(trained, axis=1), jnp.sum(trained & ~correct, axis=1)])
+    seen, wrong = jax.lax.psum(counts, axis) if axis else counts
+    first = jax.lax.axis_index(axis) == 0 if axis else True
+    answered = (seen > 0) & first
     return total, {
         "nll": total,
         "trained_tokens": jnp.sum(weights),
         "correct_tokens": jnp.sum(correct * weights),
         "tokens": jnp.sum(batch["segment_ids"] > 0),
-        "exact_rows": jnp.sum(exact),
-        "rows": jnp.sum(jnp.any(trained, axis=1)),
+        "exact_rows": jnp.sum(answered & (wrong == 0)),
+        "rows": jnp.sum(answered),
     }
 
 
@@ -84,7 +89,7 @@ def _on_mesh(
     """Runs `local(trainable, frozen, batch, key)` in a manual region and sums over devices."""
     trainable_specs = split.specs(split.trainable)
     # XLA refuses a sum over one device in a program that it also partitions.
-    several = tuple(axis for axis in sharding.BATCH_AXES if mesh.shape[axis] > 1)
+    several = tuple(axis for axis in sharding.MANUAL_AXES if mesh.shape[axis] > 1)
 
     def reduce_grad(grad: jax.Array, spec: PartitionSpec) -> jax.Array:
         # A gathered axis was summed by the transpose of its gather; the others are still partial.
@@ -97,7 +102,7 @@ def _on_mesh(
     def run(trainable: Weights, frozen: Weights, batch: Batch, key: Any) -> Any:
         with sharding.manual(mesh):
             if key is not None:
-                for axis in sharding.BATCH_AXES:
+                for axis in sharding.MANUAL_AXES:
                     key = jax.random.fold_in(key, jax.lax.axis_index(axis))
             out = local(trainable, frozen, batch, key)
         gradients, sums = out if grads else (None, out)
@@ -111,7 +116,7 @@ def _on_mesh(
         mesh=mesh,
         in_specs=(trainable_specs, split.specs(split.frozen), batch_spec, PartitionSpec()),
         out_specs=(trainable_specs, PartitionSpec()) if grads else PartitionSpec(),
-        axis_names=set(sharding.BATCH_AXES),
+        axis_names=set(sharding.MANUAL_AXES),
         check_vma=False,
     )
 
@@ -137,7 +142,7 @@ def make_step(
     """
     local = functools.partial(_accumulate, graphdef=split.graphdef)
     if mesh is not None and mesh.size > 1:
-        rows = PartitionSpec(None, sharding.BATCH_AXES, None)
+        rows = sharding.batch_spec(None)
         local = _on_mesh(local, split, mesh, rows, grads=True)
 
     def step(
@@ -170,7 +175,7 @@ def make_eval_step(split: SplitModel, *, mesh: Mesh | None = None) -> Callable[.
         return _loss(trainable, frozen, batch, key, split.graphdef)[1]
 
     if mesh is not None and mesh.size > 1:
-        rows = PartitionSpec(sharding.BATCH_AXES, None)
+        rows = sharding.batch_spec()
         local = _on_mesh(local, split, mesh, rows, grads=False)
 
     def eval_step(trainable: Weights, frozen: Weights, batch: Batch) -> Sums:

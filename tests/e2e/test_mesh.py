@@ -117,6 +117,9 @@ MESHES = {
     "data 2, fsdp 2, expert 2": ((("data", 2), ("fsdp", 2), ("expert", 2)), {}),
     "expert 4, tensor 2": ((("expert", 4), ("tensor", 2)), {"accumulation": 2}),
     "fsdp 4, tensor 2": ((("fsdp", 4), ("tensor", 2)), {}),
+    "tensor 2": ((("tensor", 2),), {}),
+    # Two key heads and four value heads of linear attention, two key/value heads and four queries.
+    "expert 2, sequence 2, tensor 2": ((("expert", 2), ("sequence", 2), ("tensor", 2)), {}),
 }
 pytestmark = pytest.mark.slow
 
@@ -131,7 +134,7 @@ def test_adapters_train_as_on_one_device(name):
     assert_placed_as_asked(trained, sizes)
 
 
-@pytest.mark.parametrize("name", ["data 2, fsdp 2, expert 2", "fsdp 4, tensor 2"])
+@pytest.mark.parametrize("name", ["data 2, fsdp 2, expert 2", "expert 2, sequence 2, tensor 2"])
 def test_every_parameter_trains_as_on_one_device(name):
     sizes, options = MESHES[name]
     trained = on_mesh(sizes, full=True, **options)
@@ -142,7 +145,7 @@ def test_every_parameter_trains_as_on_one_device(name):
 def test_evaluation_sums_over_the_whole_mesh():
     batch = next(batches())
     sums = []
-    for sizes in (None, MESHES["data 2, fsdp 2, expert 2"][0]):
+    for sizes in (None, MESHES["expert 2, sequence 2, tensor 2"][0]):
         trained = on_mesh(sizes) if sizes else one_device(False)
         mesh = sharding.make_mesh(**dict(sizes)) if sizes else None
         rows = {name: array[0] for name, array in build.make_place(mesh, 1)(batch).items()}

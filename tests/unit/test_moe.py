@@ -101,7 +101,7 @@ def spread():
         mesh=mesh,
         in_specs=(specs, tokens, tokens, tokens),
         out_specs=tokens,
-        axis_names=set(sharding.BATCH_AXES),
+        axis_names=set(sharding.MANUAL_AXES),
         check_vma=False,
     )
 

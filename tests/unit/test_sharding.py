@@ -14,7 +14,7 @@ from lora_tune.errors import InputError
 from lora_tune.lora.inject import add_lora
 from lora_tune.models.decoder import DecoderOptions
 
-ALL = ("fsdp", "expert")
+ALL = ("fsdp", "expert", "sequence")
 
 
 @pytest.mark.smoke
@@ -27,11 +27,15 @@ ALL = ("fsdp", "expert")
         # Adapters: A of a projection out of heads, B of one into them, and of experts.
         (("heads", None), P((*ALL, "tensor"), None), P(ALL, None)),
         ((None, "mlp"), P(None, (*ALL, "tensor")), P(None, ALL)),
-        (("expert", None, "mlp"), P("expert", None, ("fsdp", "tensor")), P("expert", None, "fsdp")),
+        (
+            ("expert", None, "mlp"),
+            P("expert", None, ("fsdp", "sequence", "tensor")),
+            P("expert", None, ("fsdp", "sequence")),
+        ),
         (
             ("block", "layer", "expert", "embed", "mlp"),
-            P(None, None, "expert", "fsdp", "tensor"),
-            P(None, None, "expert", "fsdp", None),
+            P(None, None, "expert", ("fsdp", "sequence"), "tensor"),
+            P(None, None, "expert", ("fsdp", "sequence"), None),
         ),
         (("embed", None), P(ALL, None), P(ALL, None)),
         ((), P(), P()),
@@ -39,7 +43,7 @@ ALL = ("fsdp", "expert")
 )
 def test_specs(axes, expected, manual):
     assert sharding.spec(axes) == expected
-    assert sharding.spec(axes, only=sharding.BATCH_AXES) == manual
+    assert sharding.spec(axes, only=sharding.MANUAL_AXES) == manual
 
 
 def parameters(scan_axis):
@@ -69,15 +73,21 @@ def test_large_weights_are_all_sharded():
 
 def test_every_rule_names_a_mesh_axis():
     assert {axis for rule in sharding.RULES.values() for axis in rule} <= set(sharding.MESH_AXES)
-    assert set(sharding.BATCH_AXES) == set(sharding.MESH_AXES) - {"tensor"}
+    assert set(sharding.MANUAL_AXES) == set(sharding.MESH_AXES) - {"tensor"}
 
 
 @pytest.mark.smoke
 def test_mesh_shape_and_order():
     mesh = sharding.make_mesh(fsdp=2, tensor=2, expert=2)
-    assert dict(mesh.shape) == {"data": 1, "fsdp": 2, "expert": 2, "tensor": 2}
+    assert dict(mesh.shape) == {
+        "data": 1,
+        "fsdp": 2,
+        "expert": 2,
+        "sequence": 1,
+        "tensor": 2,
+    }
     # Neighbouring devices share a tensor group.
-    assert [d.id for d in mesh.devices[0, 0, 0]] == [0, 1]
+    assert [d.id for d in mesh.devices[0, 0, 0, 0]] == [0, 1]
     assert (
         sharding.make_mesh(data=2, devices=jax.devices()[4:]).devices.ravel().tolist()
         == (jax.devices()[4:6])
@@ -150,13 +160,13 @@ def test_gather_in_a_manual_region_leaves_experts_and_tensor_alone():
     mapped = jax.shard_map(
         run,
         mesh=mesh,
-        in_specs=sharding.spec(axes, only=sharding.BATCH_AXES),
+        in_specs=sharding.spec(axes, only=sharding.MANUAL_AXES),
         out_specs=P("expert", None, None),
-        axis_names=set(sharding.BATCH_AXES),
+        axis_names=set(sharding.MANUAL_AXES),
         check_vma=False,
     )
     np.testing.assert_array_equal(jax.jit(mapped)(value), value)
-    assert seen[-1] == ((2, 3, 4), (2, 6, 4), [None, "fsdp", "expert", None])
+    assert seen[-1] == ((2, 3, 4), (2, 6, 4), [None, "fsdp", "expert", None, None])
     # Outside a region:
     assert sharding.gather(value, sharding.manual_axes(axes)) is value
     assert sharding.manual_axis("fsdp") is None
