@@ -49,7 +49,7 @@ generate and chat:
 plan:
   topology=NAMES      v4-8, v5e-8, v5p-256, v6e-8, tpu7x-8, 2xv5p-8 (two slices), or several with
                       commas between; cpu, gpu or tpu: this machine; needs jax[tpu], but no TPU
-  slices=1            slices of every name    layers=N  a model of that depth, compiled sooner
+  slices=1            slices of every name    layers=N  a model of its first N layers
   search=true         the largest batch and length that fit, and the mesh and remat of the least
                       bound on time for each token; search=N compiles N programs at most (16)
   json=FILE           the figures             hlo=FILE  the compiled program

@@ -103,9 +103,9 @@ def plan(
     Args:
       recipe: from `load`.
       topology: from `lora_tune.plan.topologies.parse`.
-      layers: a depth to plan for instead of the model's; the compiler takes far less time.
-      keep_mesh: plan for the recipe's mesh even if it leaves devices idle. Otherwise such a mesh is
-        replaced by one over all of them, with as many rows on each.
+      layers: a depth to plan for instead of the model's.
+      keep_mesh: plan for the recipe's mesh even if it leaves devices idle. Otherwise such a mesh,
+        and one that reaches over slices, is replaced by one over all, with as many rows on each.
 
     Raises:
       InputError: what is asked for cannot be had; see `lora_tune.plan.abstract`.
@@ -113,7 +113,8 @@ def plan(
     config, note = abstract.model_config(recipe, layers=layers)
     devices = abstract.devices_of(topology)
     model = abstract.make_model(recipe, config)
-    if not keep_mesh and ways(recipe.mesh) != len(devices):
+    suits = ways(recipe.mesh) == len(devices) and recipe.mesh.data % topology.slices == 0
+    if not keep_mesh and not suits:
         recipe = over_all(recipe, model, len(devices), topology.slices)
     mesh = sharding.make_mesh(**dataclasses.asdict(recipe.mesh), devices=devices)
     program = abstract.trace(recipe, model, mesh)

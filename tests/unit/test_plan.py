@@ -168,3 +168,26 @@ def test_a_search_prints_what_it_found(capsys, tiny, tmp_path):
     rows = [trial["rows"] for trial in found["trials"]]
     assert found["largest_batch"]["rows"] == max(rows) > 1
     assert "largest batch that fits" in said
+
+
+def test_a_plan_for_two_slices_that_are_not_here(capsys, tiny, tmp_path):
+    pytest.importorskip("libtpu")
+    file = tmp_path / "plan.json"
+    words = [word for word in WORDS if not word.startswith(("topology=", "model.dtype="))]
+    words += ["topology=2xv5p-8", f"model.path={tiny}", f"json={file}"]
+    status, said, _ = run(capsys, *words)
+    values = json.loads(file.read_text())
+    assert status == 0
+    assert (values["chips"], values["devices"], values["slices"]) == (8, 8, 2)
+    assert values["mesh"] == {"data": 2, "fsdp": 4, "tensor": 1, "expert": 1}
+    assert values["rows"] == 2  # as in the recipe: 16 rows on 8 devices
+    assert values["hbm_bytes"] == 95 * 2**30
+    assert values["needed_bytes"] == values["peak_bytes"] + values["code_bytes"]
+    # Gradients of adapters are summed between the slices, and weights gathered within them.
+    assert values["collectives"]["slices-all-reduce"]["between"] > 0
+    assert values["collectives"]["all-gather"]["wire"] > 0
+    assert values["bound_seconds"] == max(
+        seconds for name, seconds in values["bound_by"].items() if name != "limit"
+    )
+    assert "has 2 hosts, and a run uses the devices of one" in said
+    assert "bound, not an estimate" in said
