@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where compiled programs are kept, and what happens where they cannot be."""
 
+from types import SimpleNamespace
+
 import jax
 import pytest
 
-from lora_tune import compiled
+from lora_tune import cli, compiled
 
 
 @pytest.fixture
@@ -73,3 +75,14 @@ def test_a_relative_cache_home_does_not_count(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert compiled._user_folder() == tmp_path / ".cache"
+
+
+@pytest.mark.parametrize("arguments", [["recipe=quickstart"], ["generate", "prompt=a"], ["chat"]])
+def test_commands_that_compile_keep_what_they_compile(monkeypatch, arguments):
+    order = []
+    monkeypatch.setattr(compiled, "keep", lambda: order.append("keep"))
+    for command in ("api.train", "commands.generate", "commands.chat"):
+        done = SimpleNamespace(interrupted=None)
+        monkeypatch.setattr(f"lora_tune.{command}", lambda *_, d=done: order.append("run") or d)
+    assert cli.main(arguments) == 0
+    assert order == ["keep", "run"]
