@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 _EPS = 1e-6
 _EXACT = jax.lax.Precision.HIGHEST
+_SMALLEST_BLOCK = 16
 
 
 class Operands(NamedTuple):
@@ -61,7 +62,9 @@ def delta_chunk(
     read = read * jnp.concatenate([entering, entering], axis=-1)[..., None]
     products = einsum("bkid,bkjd->bkij", qk, k)[:, :, None]
     lower = _below_diagonal(beta[..., None] * decay * products[..., size:, :])
-    inverse = unit_lower_inverse(jax.lax.stop_gradient(lower))
+    inverse = jax.lax.platform_dependent(
+        jax.lax.stop_gradient(lower), cpu=_inverse_by_blocks, default=unit_lower_inverse
+    )
     rhs = beta[..., None] * (v - read[..., size:, :])
     written = _solve(lower, inverse, rhs, precision)
     scores = decay * products[..., :size, :]
@@ -144,6 +147,40 @@ def unit_lower_inverse(lower: Float[Array, "*batch C C"]) -> Float[Array, "*batc
         inverse = inverse - off
         block *= 2
     return inverse
+
+
+def _inverse_by_blocks(lower: Array) -> Array:
+    """Do the same as `unit_lower_inverse` in products of the blocks alone.
+
+    Of a chunk of 64 that is a fifteenth of the operations. A TPU multiplies 128 columns at a time
+    and gains nothing.
+    """
+    size, block = lower.shape[-1], _SMALLEST_BLOCK
+    if size % block or (size // block).bit_count() != 1:
+        return unit_lower_inverse(lower)
+
+    def blocks(row: int, column: int, step: int) -> Array:
+        """The blocks [row, column], [row + step, column + step] and so on."""
+        return jnp.stack(
+            [
+                lower[..., (row + i) * block :, (column + i) * block :][..., :block, :block]
+                for i in range(0, size // block, step)
+            ],
+            axis=-3,
+        )
+
+    inverse = unit_lower_inverse(blocks(0, 0, 1))
+    multiply = partial(jnp.matmul, precision=_EXACT)
+    while block < size:
+        upper, under = inverse[..., ::2, :, :], inverse[..., 1::2, :, :]
+        corner = -multiply(under, multiply(blocks(1, 0, 2), upper))
+        rows = (
+            jnp.concatenate([upper, jnp.zeros_like(corner)], axis=-1),
+            jnp.concatenate([corner, under], axis=-1),
+        )
+        inverse = jnp.concatenate(rows, axis=-2)
+        block *= 2
+    return jnp.squeeze(inverse, -3)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(3,))
