@@ -71,25 +71,39 @@ def _keeping(
 
 
 def _backward(body: Body, size: int, kept: Any, cotangents: tuple[jax.Array, Any]) -> tuple:
+    def run(*, in_place: bool) -> Callable[..., tuple]:
+        return partial(_scan_backward, body, size, in_place=in_place)
+
+    # XLA's CPU compiler would copy all rows at each chunk before it writes over some of them.
+    d_params, d_rows, d_carry = jax.lax.platform_dependent(
+        kept, cotangents, cpu=run(in_place=False), default=run(in_place=True)
+    )
+    return d_params, None, d_rows, d_carry
+
+
+def _scan_backward(
+    body: Body, size: int, kept: Any, cotangents: tuple[jax.Array, Any], *, in_place: bool
+) -> tuple[Any, Any, Any]:
+    """Return the gradients of params, rows and first carry; in_place: of rows in their place."""
     params, marks, rows, carries = kept
     d_out, d_carry = cotangents
 
     def step(state: Any, x: tuple[jax.Array, Any]) -> tuple[Any, None]:
-        d_params, rows, d_carry = state
+        d_params, written, d_carry = state
         i, carry = x
-        own = _cut(size, marks, i)
-        _, pull = jax.vjp(lambda p, r, c: body(p, own, r, c), params, _cut(size, rows, i), carry)
+        own, read = _cut(size, (marks, written if in_place else rows), i)
+        _, pull = jax.vjp(lambda p, r, c: body(p, own, r, c), params, read, carry)
         more, pieces, d_carry = pull((d_carry, _cut(size, d_out, i)))
         d_params = jax.tree.map(lambda total, d: total + d.astype(total.dtype), d_params, more)
-        # No one reads these rows again: their gradients take their place.
-        return (d_params, _write(size, rows, pieces, i), d_carry), None
+        return (d_params, _write(size, written, pieces, i), d_carry), None
 
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-    state = (zeros, rows, d_carry)
+    written = rows if in_place else jax.tree.map(jnp.zeros_like, rows)
     numbers = jnp.arange(_count(size, rows), dtype=jnp.int32)
-    (d_params, d_rows, d_carry), _ = jax.lax.scan(step, state, (numbers, carries), reverse=True)
+    state, _ = jax.lax.scan(step, (zeros, written, d_carry), (numbers, carries), reverse=True)
+    d_params, d_rows, d_carry = state
     d_params = jax.tree.map(lambda d, p: d.astype(p.dtype), d_params, params)
-    return d_params, None, d_rows, d_carry
+    return d_params, d_rows, d_carry
 
 
 _chunk_scan.defvjp(_keeping, _backward)

@@ -45,10 +45,10 @@ class Marks(NamedTuple):
 def delta_chunk(
     operands: Operands,
     marks: Marks,
-    state: Float[Array, "B K G Dk Dv"],
+    state: Float[Array, "B K Dk G Dv"],
     *,
     precision: jax.lax.PrecisionLike,
-) -> tuple[Float[Array, "B K G Dk Dv"], Float[Array, "B C K G Dv"]]:
+) -> tuple[Float[Array, "B K Dk G Dv"], Float[Array, "B C K G Dv"]]:
     """Run one chunk: the state before it -> (the state after it, its outputs), both float32.
 
     q and k come as they are and are normalised here. A padding token neither decays nor writes the
@@ -58,8 +58,8 @@ def delta_chunk(
     size, einsum = marks.run.shape[1], partial(jnp.einsum, precision=precision)
     decay, entering, leaving, kept = _decays(g, marks)
     qk = jnp.concatenate([q, k], axis=-2)  # one product with the state, or with k, serves both
-    read = einsum("bkcd,bkgdv->bkgcv", qk, state)
-    read = read * jnp.concatenate([entering, entering], axis=-1)[..., None]
+    read = einsum("bkcd,bkdgv->bkcgv", qk, state)
+    read = jnp.swapaxes(read, 2, 3) * jnp.concatenate([entering, entering], axis=-1)[..., None]
     products = einsum("bkid,bkjd->bkij", qk, k)[:, :, None]
     lower = _below_diagonal(beta[..., None] * decay * products[..., size:, :])
     inverse = jax.lax.platform_dependent(
@@ -69,8 +69,8 @@ def delta_chunk(
     written = _solve(lower, inverse, rhs, precision)
     scores = decay * products[..., :size, :]
     out = read[..., :size, :] + jnp.matmul(scores, written, precision=precision)
-    added = einsum("bkcd,bkgcv->bkgdv", k, leaving[..., None] * written)
-    return kept[..., None, None] * state + added, jnp.moveaxis(out, 3, 1)
+    added = einsum("bkcd,bkcgv->bkdgv", k, jnp.swapaxes(leaving[..., None] * written, 2, 3))
+    return kept[:, :, None, :, None] * state + added, jnp.moveaxis(out, 3, 1)
 
 
 def _heads_first(operands: Operands, real: Array) -> tuple[Array, ...]:

@@ -63,7 +63,7 @@ def gated_delta_mixer(
     rows = tuple(fill_up(x, size) for x in (packed, g, beta))
     keys, values = heads.key_heads, heads.key_heads * heads.groups
     carry = (
-        jnp.zeros((batch, keys, heads.groups, heads.key_dim, heads.value_dim), jnp.float32),
+        jnp.zeros((batch, keys, heads.key_dim, heads.groups, heads.value_dim), jnp.float32),
         jnp.zeros((batch, taps - 1, keys * heads.inner), packed.dtype),
     )
     y, _ = chunk_scan(

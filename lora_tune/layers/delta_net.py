@@ -66,8 +66,10 @@ def gated_delta_rule(
     rows = tuple(fill_up(x.reshape(batch, time, -1), size) for x in (q, k, v, g, beta))
     body = partial(_chunk, key_heads=k.shape[2], groups=_groups(k, v), precision=precision)
     marks = make_marks(segment_ids, batch, time, size)
-    state = _grouped_state(initial_state, k, v)
+    # With key width before value heads, all of them are the columns of one product.
+    state = jnp.swapaxes(_grouped_state(initial_state, k, v), 2, 3)
     out, state = chunk_scan(body, size=size, params=(), marks=marks, rows=rows, carry=state)
+    state = jnp.swapaxes(state, 2, 3)
     return out[:, :time].reshape(v.shape), state.reshape(batch, value_heads, *state.shape[-2:])
 
 
