@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forward and backward time of the gated delta rule against the straightforward chunked form.
+"""Forward and backward of the gated delta rule against the straightforward chunked form.
 
 The other form is what one writes first: repeated key heads, a triangular solve, and autograd
-through a scan that keeps everything. Both run in this process, alternating, on the same arrays;
-their outputs and gradients are compared before anything is timed.
+through a scan that keeps everything. First both are compiled for one TPU v5p chip, in bfloat16:
+temp is the compiler's figure, bytes are what the optimised program reads and writes, loops counted
+as often as they run. Then both run on this machine, alternating, on the same float32 arrays; their
+outputs and gradients are compared before anything is timed.
 
     python benchmarks/delta_rule.py                        # B=1, T=1024, Qwen3-Next heads
-    python benchmarks/delta_rule.py --time 4096 --repeats 3
+    taskset -c 0 python benchmarks/delta_rule.py --time 4096 --repeats 3
+
+On some machines jaxlib 0.10.2 never returns from the triangular solve with more than one core to
+run on; `taskset` leaves it one.
 """
 
 import argparse
@@ -16,8 +21,11 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import topologies
 
 from lora_tune.layers.delta_net import gated_delta_rule
+from lora_tune.plan import cost, hlo
+from lora_tune.plan.environment import prepare
 
 HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -82,6 +90,25 @@ def make(batch, length, key_heads, value_heads, dim):
     return tuple(jnp.asarray(x, jnp.float32) for x in arrays)
 
 
+def compiled_for_tpu(rule, arrays) -> dict[str, float]:
+    """Megabytes of temp and gigabytes of traffic of a step that is compiled and not run."""
+    device = topologies.get_topology_desc(platform="tpu", topology_name="v5:2x2x1").devices[0]
+    place = jax.sharding.SingleDeviceSharding(device)
+    kinds = [jnp.bfloat16] * 3 + [jnp.float32] * 2
+    shapes = [
+        jax.ShapeDtypeStruct(x.shape, kind, sharding=place)
+        for x, kind in zip(arrays, kinds, strict=True)
+    ]
+
+    def step(*arrays):
+        out, pull = jax.vjp(lambda *x: rule(*x)[0].astype(jnp.bfloat16), *arrays)
+        return out, pull(jnp.ones_like(out))
+
+    compiled = jax.jit(step).lower(*shapes).compile()
+    traffic = cost.count(hlo.parse(compiled.as_text()), devices=1).bytes
+    return {"temp": compiled.memory_analysis().temp_size_in_bytes / 1e6, "bytes": traffic / 1e9}
+
+
 def seconds(step, arrays):
     start = time.perf_counter()
     step(arrays)
@@ -95,17 +122,22 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
+    prepare(attached=False)
     arrays = make(args.batch, args.time, args.key_heads, args.value_heads, args.dim)
     weights = jnp.ones_like(arrays[2])
-    steps = {"ours": step_of(gated_delta_rule, weights)}
-    steps["straightforward"] = step_of(straightforward, weights)
+    rules = {"ours": gated_delta_rule, "straightforward": straightforward}
+    print(f"{vars(args)}; TPU v5p, compiled, bfloat16:")
+    for name, rule in rules.items():
+        figures = compiled_for_tpu(rule, arrays)
+        print(f"{name:16s} temp {figures['temp']:.0f} MB, {figures['bytes']:.1f} GB of traffic")
+    steps = {name: step_of(rule, weights) for name, rule in rules.items()}
     results = [jax.tree.leaves(step(arrays)) for step in steps.values()]
     gap = max(float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in zip(*results, strict=True))
     times = {name: [] for name in steps}
     for _ in range(args.repeats):
         for name, step in steps.items():
             times[name].append(seconds(step, arrays))
-    print(f"device {jax.devices()[0].device_kind}, {vars(args)}")
+    print(f"{jax.devices()[0].device_kind}, float32:")
     print(f"largest relative difference of outputs and gradients: {gap:.1e}")
     for name, values in times.items():
         print(f"{name:16s} median {statistics.median(values):.3f} s, best {min(values):.3f} s")
