@@ -79,7 +79,7 @@ def test_heads_are_shared_out_over_the_tensor_axis(monkeypatch):
         mesh=sharding.make_mesh(data=2, tensor=2),
         in_specs=(rows,) * 4,
         out_specs=rows,
-        axis_names=set(sharding.BATCH_AXES),
+        axis_names=set(sharding.MANUAL_AXES),
         check_vma=False,
     )
     got = with_gradients(lambda *x: on_mesh(*x, ids), arrays, weights)

@@ -30,7 +30,7 @@ def compile_on(mesh, local, *arrays):
         mesh=mesh,
         in_specs=(PartitionSpec(),) * len(arrays),
         out_specs=PartitionSpec(),
-        axis_names=set(sharding.BATCH_AXES),
+        axis_names=set(sharding.MANUAL_AXES),
         check_vma=False,
     )
     with no_cache():
