@@ -5,7 +5,8 @@ The other form is what one writes first: repeated key heads, a triangular solve,
 through a scan that keeps everything. First both are compiled for one TPU v5p chip, in bfloat16:
 temp is the compiler's figure, bytes are what the optimised program reads and writes, loops counted
 as often as they run. Then both run on this machine, alternating, on the same float32 arrays; their
-outputs and gradients are compared before anything is timed.
+outputs and gradients are compared before anything is timed. CPU time is that of the whole process,
+whatever else the machine does.
 
     python benchmarks/delta_rule.py                        # B=1, T=1024, Qwen3-Next heads
     taskset -c 0 python benchmarks/delta_rule.py --time 4096 --repeats 3
@@ -110,9 +111,9 @@ def compiled_for_tpu(rule, arrays) -> dict[str, float]:
 
 
 def seconds(step, arrays):
-    start = time.perf_counter()
+    start = time.process_time()
     step(arrays)
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 def main() -> None:
@@ -137,7 +138,7 @@ def main() -> None:
     for _ in range(args.repeats):
         for name, step in steps.items():
             times[name].append(seconds(step, arrays))
-    print(f"{jax.devices()[0].device_kind}, float32:")
+    print(f"{jax.devices()[0].device_kind}, float32, CPU time:")
     print(f"largest relative difference of outputs and gradients: {gap:.1e}")
     for name, values in times.items():
         print(f"{name:16s} median {statistics.median(values):.3f} s, best {min(values):.3f} s")
