@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 
 from lora_tune import sharding
+from lora_tune.layers import grouped
 from lora_tune.layers.grouped import grouped_dot
 from lora_tune.layers.moe import Experts, SparseMoe, dispatch, route
 
@@ -208,3 +210,17 @@ def test_grouped_product_and_its_gradients(sizes):
     for e in range(4):
         mine = np.flatnonzero(owner == e)
         np.testing.assert_allclose(dw[e], x[mine].T @ g[mine], atol=1e-4)
+
+
+@pytest.mark.parametrize("sizes", [(0, 200, 0, 56), (128, 0, 1, 127), (0, 0, 0, 0), (5, 6, 7, 8)])
+def test_the_tpu_kernel_of_the_gradient_of_matrices(sizes):
+    """Interpreted here; empty groups give zeros, rows of no group nothing."""
+    n = 256
+    rng = np.random.default_rng(6)
+    x, g = (jnp.asarray(rng.standard_normal((n, k)), jnp.float32) for k in (128, 256))
+    with pltpu.force_tpu_interpret_mode():
+        dw = grouped._tiled_dw(x, jnp.asarray(sizes, jnp.int32), g)
+    ends = np.cumsum(sizes)
+    for e, (end, size) in enumerate(zip(ends, sizes, strict=True)):
+        mine = slice(end - size, end)
+        np.testing.assert_allclose(dw[e], np.asarray(x)[mine].T @ np.asarray(g)[mine], atol=1e-4)
