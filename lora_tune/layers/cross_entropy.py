@@ -120,8 +120,9 @@ def cross_entropy(
             module.set_attributes(qwix_rngs=nnx.Rngs(**keys_again))
         return project(module, h).astype(jnp.float32)
 
+    first = jnp.int32(0)
     shown = [
-        jax.eval_shape(lambda w, a=a, o=o: sharding.gather(parts.take(w, a, 0), o), weight)
+        jax.eval_shape(lambda w, a=a, o=o: sharding.gather(parts.take(w, a, first), o), weight)
         for weight, a, o in zip(weights, axes, over, strict=True)
     ]
     # Adapters act by interception, which is over when the backward pass is traced: what is traced

@@ -196,13 +196,13 @@ def run_experts(
         return run([leaf.value for leaf in leaves], *rest), (trained, frozen, *rest)
 
     def backward(kept: tuple, dy: jax.Array) -> tuple:
-        trained, frozen, constants, *rest = kept
+        trained, frozen, constants, x, weights, chosen = kept
 
         def call(trained: Sequence[jax.Array | None], *rest: jax.Array) -> jax.Array:
             leaves = [a if b is None else b for a, b in zip(trained, frozen, strict=True)]
             return program(*leaves, *constants, *rest)
 
-        return _backward(call, exchange, trained, *rest, dy)
+        return _backward(call, exchange, trained, x, weights, chosen, dy)
 
     run.defvjp(forward, backward, symbolic_zeros=True)
     return run(jax.tree.leaves(parameters), jax.tree.leaves(constants), x, weights, chosen)
