@@ -395,8 +395,6 @@ def apply_stack(
     def body(carry: Any, inputs: tuple[nnx.State, Any, Any, Any]) -> tuple[Any, Any]:
         weights, keys, x, step = inputs
         steps = outer if step is None else {**outer, axis: step}
-        # Or XLA casts the weights of all layers ahead of the loop, to slice what is cast.
-        weights = jax.lax.optimization_barrier(weights)
         own = _map_variables(lambda v: _at_step(v, steps), whole)
         if unshard:
             weights, own = (_map_variables(sharding.unshard, state) for state in (weights, own))

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 _BLOCK = 32
@@ -63,7 +64,7 @@ def _by_platform_backward(kept: tuple, g: jax.Array) -> tuple:
         dx = jax.lax.platform_dependent(w, sizes, g, cpu=_blocked_dx, default=_ragged_dx)
     if x is not None:
         forms = {"cpu": _blocked_dw, "default": _ragged_dw}
-        if not (x.shape[0] % _TILE or x.shape[1] % _TILE or g.shape[1] % _TILE):
+        if _tiles_fit(x, g):
             forms["tpu"] = _tiled_dw
         dw = jax.lax.platform_dependent(x, sizes, g, **forms)
     return dx, dw, None
@@ -83,8 +84,31 @@ def _tiled_dw(x: jax.Array, sizes: jax.Array, g: jax.Array) -> jax.Array:
     # XLA multiplies all rows once for every group here, masked: with 4 experts on a chip, 4 times
     # the work. (The other two products become kernels of its own.)
     tiles = tuple(math.gcd(size, _LARGEST_TILE) for size in (*x.shape, g.shape[1]))
-    dw = tgmm(x.T, g, sizes, preferred_element_type=jnp.float32, tiling=tiles)
-    return dw.astype(g.dtype)
+
+    def kernel(x: jax.Array, sizes: jax.Array, g: jax.Array) -> jax.Array:
+        return tgmm(x.T, g, sizes, preferred_element_type=jnp.float32, tiling=tiles)
+
+    if _left_to_the_compiler():
+        # A kernel must not be left to it, not even with one device along each of these axes.
+        kernel = jax.shard_map(
+            kernel,
+            in_specs=(PartitionSpec(),) * 3,
+            out_specs=PartitionSpec(),
+            axis_names=set(_left_to_the_compiler()),
+            check_vma=False,
+        )
+    return kernel(x, sizes, g).astype(g.dtype)
+
+
+def _left_to_the_compiler() -> dict[str, int]:
+    """The mesh axes that the trace is not manual over, and their sizes."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return {axis: mesh.shape[axis] for axis in mesh.axis_names if axis not in mesh.manual_axes}
+
+
+def _tiles_fit(x: jax.Array, g: jax.Array) -> bool:
+    split = any(size > 1 for size in _left_to_the_compiler().values())
+    return not split and not any(size % _TILE for size in (*x.shape, g.shape[1]))
 
 
 def _blocked_dx(w: jax.Array, sizes: jax.Array, g: jax.Array) -> jax.Array:
