@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from lora_tune import sharding
 from lora_tune.layers import grouped
-from lora_tune.layers.weights import NORMAL, weight
+from lora_tune.layers.weights import NORMAL, cast, weight
 from lora_tune.scan import PROJECTED
 
 
@@ -38,7 +38,7 @@ class Linear(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps `[..., in]` to `[..., out]`."""
         flat = x.reshape(-1, x.shape[-1])
-        kernel = self.kernel[...].astype(x.dtype)
+        kernel = cast(self.kernel[...], x.dtype)
         y = jax.lax.dot_general(flat, kernel, (((1,), (0,)), ((), ())))
         y = checkpoint_name(y, PROJECTED)
         return y.reshape(*x.shape[:-1], y.shape[-1])
@@ -61,7 +61,7 @@ class ExpertLinear(nnx.Module):
 
     def __call__(self, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
         """Rows `[n, in]`, sorted by expert, `group_sizes [E]` of them each, -> `[n, out]`."""
-        return grouped.grouped_dot(x, self.kernel[...].astype(x.dtype), group_sizes)
+        return grouped.grouped_dot(x, cast(self.kernel[...], x.dtype), group_sizes)
 
 
 class Embed(nnx.Module):
