@@ -29,9 +29,11 @@ SLICE = "v5p-8"
 # Qwen3-Next in small: five blocks of three linear layers and one full-attention layer, 28 experts
 # on four chips. No other size is 5 or 7, and rows of 192 tokens are as long as no weight.
 BLOCKS, RUN, EXPERTS, CHIPS = 5, 3, 28, 4
+# Nor 960 or 320.
+TOKENS, VOCAB, PART = 192, 960, 320
 CONFIG = {
     "model_type": "qwen3_next",
-    "vocab_size": 256,
+    "vocab_size": VOCAB,
     "hidden_size": 256,
     "num_hidden_layers": (RUN + 1) * BLOCKS,
     "num_attention_heads": 2,
@@ -61,17 +63,24 @@ def mesh_of_slice(**sizes):
 
 
 @pytest.fixture(scope="module")
-def step():
-    """The model, and the compiled text of its training step."""
+def compiled_step():
+    """The model, and its compiled training step."""
     recipe = recipes.Recipe(
         model=recipes.Model(path="small"),
         lora=recipes.Lora(r=8, lora_alpha=8),
-        data=recipes.Data(max_length=192),
-        train=recipes.Train(max_steps=100, batch_size=CHIPS),
+        data=recipes.Data(max_length=TOKENS),
+        train=recipes.Train(max_steps=100, batch_size=CHIPS, loss_chunk_size=PART),
     )
     model = abstract.make_model(recipe, CONFIG)
     program = abstract.trace(recipe, model, mesh_of_slice(expert=CHIPS))
-    return model, program.traced.lower().compile().as_text()
+    return model, program.traced.lower().compile()
+
+
+@pytest.fixture(scope="module")
+def step(compiled_step):
+    """The model, and the compiled text of its training step."""
+    model, compiled = compiled_step
+    return model, compiled.as_text()
 
 
 def buffers(hlo):
@@ -126,6 +135,43 @@ def test_frozen_experts_get_no_gradient(step):
     # In each of two bodies: three forward; three recomputed and three of dx going back.
     assert len(products) == 2 * (3 + 3 + 3)
     assert all(len(shape) == 2 for shape in products)  # rows; dw would be [experts, in, out]
+
+
+COLLECTIVES = r"all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+
+
+@pytest.mark.slow
+def test_experts_stay_where_they_are(step):
+    _, hlo = step
+    moved = [b for b in buffers(hlo) if re.match(COLLECTIVES, b[0])]
+    kinds = {re.match(COLLECTIVES, operation)[0] for operation, *_ in moved}
+    assert {"all-gather", "all-to-all"} <= kinds  # layers are gathered, rows exchanged
+    local = EXPERTS // CHIPS
+    matrices = [b for b in moved if {EXPERTS, local} & set(b[1]) and math.prod(b[1]) >= 128 * 128]
+    assert not matrices
+    # Nor is a gather made of a sum over arrays of the gathered size.
+    sums = [b for b in moved if b[0].startswith("all-reduce")]
+    assert sums
+    assert max(math.prod(shape) for _, shape, _ in sums) < 128 * 128
+
+
+@pytest.mark.slow
+def test_logits_of_the_whole_vocabulary_never_exist(step):
+    _, hlo = step
+    shapes = [shape for _, shape, _ in buffers(hlo)]
+    assert any({TOKENS, PART} <= set(shape) for shape in shapes)
+    assert not [s for s in shapes if VOCAB in s and math.prod(s) >= TOKENS * VOCAB]
+
+
+@pytest.mark.slow
+def test_the_base_is_not_an_output(compiled_step):
+    model, compiled = compiled_step
+    split = split_model(model)
+    trained = sum(leaf.size for leaf in split.trainable.values()) * 4
+    base = sum(leaf.size * leaf.dtype.itemsize for leaf in split.frozen.values()) / CHIPS
+    stats = compiled.memory_analysis()
+    assert stats.output_size_in_bytes < 3.2 * trained < base  # adapters and two moments
+    assert stats.alias_size_in_bytes > 0.95 * stats.output_size_in_bytes - 2**16
 
 
 class Toy(nnx.Module):
