@@ -37,10 +37,26 @@ def _walk(jaxpr: Any, *, inside: bool) -> float:
         elif name == "scan":
             total += params["length"] * sum(within)
         elif name == _KERNEL:
-            total += math.prod(params["grid_mapping"].grid) * sum(within)
+            total += _runs(params["grid_mapping"]) * sum(within)
         else:
             total += sum(within)
     return total
+
+
+def _runs(mapping: Any) -> int:
+    """How often a kernel's body runs; what data decide is taken as once for every block of rows."""
+    known = [size for size in mapping.grid if isinstance(size, int)]
+    if len(known) == len(mapping.grid):
+        return math.prod(known)
+    most = max(_blocks(operand) for operand in mapping.block_mappings)
+    # The operand with the most blocks has those of its rows for each block of its columns.
+    return math.prod(known) * -(-most // max(known, default=1))
+
+
+def _blocks(operand: Any) -> int:
+    blocks = [getattr(size, "block_size", size) for size in operand.block_shape]
+    sizes = zip(operand.array_aval.shape, blocks, strict=True)
+    return math.prod(-(-whole // part) if isinstance(part, int) else 1 for whole, part in sizes)
 
 
 def _jaxprs(params: Any) -> Iterator[Any]:
