@@ -286,7 +286,14 @@ def _barrier(length: int | None) -> Iterator[None]:
 
 
 _WEIGHTS_AGAIN = frozenset(
-    ("dynamic_slice", "squeeze", "layout_constraint", "all_gather", "convert_element_type")
+    (
+        "dynamic_slice",
+        "squeeze",
+        "layout_constraint",
+        "all_gather",
+        "reduce_precision",
+        "convert_element_type",
+    )
 )
 
 

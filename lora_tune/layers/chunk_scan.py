@@ -12,13 +12,14 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
 Body = Callable[[Any, Any, Any, Any], tuple[Any, jax.Array]]
 """`(params, marks, rows, carry) -> (carry, out)` of one chunk."""
 
 
 def chunk_scan(
-    body: Body, *, size: int, params: Any, marks: Any, rows: Any, carry: Any
+    body: Body, *, size: int, params: tuple[jax.Array, ...], marks: Any, rows: Any, carry: Any
 ) -> tuple[jax.Array, Any]:
     """Run `body` over chunks of time.
 
@@ -38,7 +39,7 @@ def chunk_scan(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _chunk_scan(
-    body: Body, size: int, params: Any, marks: Any, rows: Any, carry: Any
+    body: Body, size: int, params: tuple[jax.Array, ...], marks: Any, rows: Any, carry: Any
 ) -> tuple[jax.Array, Any]:
     out, carry, _ = _forward(body, size, params, marks, rows, carry, keep=False)
     return out, carry
@@ -64,21 +65,46 @@ def _forward(
 
 
 def _keeping(
-    body: Body, size: int, params: Any, marks: Any, rows: Any, carry: Any
+    body: Body, size: int, params: tuple[Any, ...], marks: Any, rows: Any, carry: Any
 ) -> tuple[Any, Any]:
-    out, carry, carries = _forward(body, size, params, marks, rows, carry, keep=True)
-    return (out, carry), (params, marks, rows, carries)
+    # What is frozen gets no gradient. Which that is, the structure of what is kept tells.
+    trained = [param.value if param.perturbed else None for param in params]
+    frozen = [None if param.perturbed else param.value for param in params]
+    given = jax.tree.map(lambda primal: primal.value, (params, marks, rows, carry))
+    out, carry, carries = _forward(body, size, *given, keep=True)
+    return (out, carry), (trained, frozen, given[1], given[2], carries)
 
 
-def _backward(body: Body, size: int, kept: Any, cotangents: tuple[jax.Array, Any]) -> tuple:
+def _backward(body: Body, size: int, kept: Any, cotangents: tuple[Any, Any]) -> tuple:
+    trained, frozen, *rest = kept
+
+    def with_frozen(trained: list, *arguments: Any) -> Any:
+        params = tuple(a if b is None else b for a, b in zip(trained, frozen, strict=True))
+        return body(params, *arguments)
+
+    cotangents = jax.tree.map(_instantiated, cotangents, is_leaf=_is_symbolic)
+    d_trained, d_rows, d_carry = _chunks_backward(with_frozen, size, (trained, *rest), cotangents)
+    return tuple(d_trained), None, d_rows, d_carry
+
+
+def _is_symbolic(value: Any) -> bool:
+    return isinstance(value, SymbolicZero)
+
+
+def _instantiated(value: Any) -> jax.Array:
+    return jnp.zeros(value.shape, value.dtype) if _is_symbolic(value) else value
+
+
+def _chunks_backward(
+    body: Body, size: int, kept: Any, cotangents: tuple[jax.Array, Any]
+) -> tuple[Any, Any, Any]:
     def run(*, in_place: bool) -> Callable[..., tuple]:
         return partial(_scan_backward, body, size, in_place=in_place)
 
     # XLA's CPU compiler would copy all rows at each chunk before it writes over some of them.
-    d_params, d_rows, d_carry = jax.lax.platform_dependent(
+    return jax.lax.platform_dependent(
         kept, cotangents, cpu=run(in_place=False), default=run(in_place=True)
     )
-    return d_params, None, d_rows, d_carry
 
 
 def _scan_backward(
@@ -106,7 +132,7 @@ def _scan_backward(
     return d_params, d_rows, d_carry
 
 
-_chunk_scan.defvjp(_keeping, _backward)
+_chunk_scan.defvjp(_keeping, _backward, symbolic_zeros=True)
 
 
 def _tied(marks: Any, rows: Any) -> tuple[Any, Any]:

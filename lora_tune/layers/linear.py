@@ -38,7 +38,7 @@ class Linear(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps `[..., in]` to `[..., out]`."""
         flat = x.reshape(-1, x.shape[-1])
-        kernel = cast(self.kernel[...], x.dtype)
+        kernel = self.kernel[...].astype(x.dtype)
         y = jax.lax.dot_general(flat, kernel, (((1,), (0,)), ((), ())))
         y = checkpoint_name(y, PROJECTED)
         return y.reshape(*x.shape[:-1], y.shape[-1])
