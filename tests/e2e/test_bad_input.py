@@ -217,7 +217,7 @@ def test_bad_recipe(
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model_type": "llama"}, ["model_type 'llama' is not supported", "qwen3_next"]),
+        ({"model_type": "phi3"}, ["model_type 'phi3' is not supported", "qwen3_next"]),
         ({"model_type": None}, ["model_type None is not supported"]),
         ({"model_type": ["qwen3_next"]}, ["model_type", "is not supported"]),
         ({"attention_bias": True}, ["attention_bias=True is not supported"]),

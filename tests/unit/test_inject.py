@@ -204,7 +204,8 @@ def test_adapters_are_sharded_like_the_kernels_they_belong_to():
     b = split.trainable["blocks/runs/0/mlp/experts/gate_proj/kernel_lora_b"]
     assert (a.shape, b.shape) == ((2, 2, 4, 16, 4), (2, 2, 4, 4, 8))
     assert {s.data.shape for s in a.addressable_shards} == {(2, 2, 2, 8, 4)}
-    assert {s.data.shape for s in b.addressable_shards} == {(2, 2, 2, 4, 4)}
+    # B has no axis that `fsdp` cuts in the kernel, so it is cut along the one it has.
+    assert {s.data.shape for s in b.addressable_shards} == {(2, 2, 2, 4, 2)}
     whole = split_model(cases.make(lora=cases.ALL, b_scale=0)).trainable
     for name, array in split.trainable.items():
         np.testing.assert_array_equal(np.asarray(array), np.asarray(whole[name]))

@@ -87,7 +87,7 @@ def test_a_plan_writes_its_figures(planned):
     assert status == 0
     assert values["fits"] is True
     assert values["devices"] == 2
-    assert values["mesh"] == {"data": 1, "fsdp": 2, "tensor": 1, "expert": 1}
+    assert values["mesh"] == {"data": 1, "fsdp": 2, "tensor": 1, "expert": 1, "sequence": 1}
     parts = ("argument", "output", "temp", "code")
     total = sum(values[f"{part}_bytes"] for part in parts) - values["alias_bytes"]
     assert values["total_bytes"] == values["needed_bytes"] == total
@@ -179,7 +179,7 @@ def test_a_plan_for_two_slices_that_are_not_here(capsys, tiny, tmp_path):
     values = json.loads(file.read_text())
     assert status == 0
     assert (values["chips"], values["devices"], values["slices"]) == (8, 8, 2)
-    assert values["mesh"] == {"data": 2, "fsdp": 4, "tensor": 1, "expert": 1}
+    assert values["mesh"] == {"data": 2, "fsdp": 4, "tensor": 1, "expert": 1, "sequence": 1}
     assert values["rows"] == 2  # as in the recipe: 16 rows on 8 devices
     assert values["hbm_bytes"] == 95 * 2**30
     assert values["needed_bytes"] == values["peak_bytes"] + values["code_bytes"]
