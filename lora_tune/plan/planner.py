@@ -74,9 +74,10 @@ class Plan:
 
 def overrides_of(recipe: Recipe) -> tuple[str, ...]:
     """The `key=value` words for the mesh, batch, length and remat of a recipe."""
-    sizes = {f"mesh.{name}": size for name, size in dataclasses.asdict(recipe.mesh).items()}
-    words = {name: size for name, size in sizes.items() if size > 1 or name == "mesh.fsdp"}
-    words |= {
+    # All axes: the file may ask for more of one than was planned.
+    sizes = dataclasses.asdict(recipe.mesh)
+    words = {
+        **{f"mesh.{name}": size for name, size in sizes.items()},
         "train.batch_size": recipe.train.batch_size,
         "data.max_length": recipe.data.max_length,
         "model.remat": recipe.model.remat,

@@ -23,8 +23,8 @@ TINY = {
 }
 WORDS = ["recipe=qwen3next_sft", "topology=cpu", "model.dtype=float32", "data.max_length=32"]
 WORDS += ["lora.target_modules=[q_proj,down_proj]"]
-SHARED = [*WORDS, "mesh.fsdp=2", "train.batch_size=2"]
-ALONE = [*WORDS, "mesh.fsdp=1", "train.batch_size=1"]
+SHARED = [*WORDS, "mesh.fsdp=2", "mesh.expert=1", "train.batch_size=2"]
+ALONE = [*WORDS, "mesh.expert=1", "train.batch_size=1"]
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +132,7 @@ def test_a_plan_that_does_not_fit_gives_status_1(capsys, tiny, monkeypatch):
 
 
 def test_a_mesh_that_leaves_devices_idle_is_widened(tiny):
-    words = [f"model.path={tiny}", "mesh.fsdp=4", "lora.target_modules=all-linear"]
+    words = [f"model.path={tiny}", "mesh.fsdp=4", "mesh.expert=1", "lora.target_modules=all-linear"]
     recipe = planner.load("qwen3next_sft", words)
     config, _ = abstract.model_config(recipe)
     model = abstract.make_model(recipe, config)
