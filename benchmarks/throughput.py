@@ -109,7 +109,7 @@ def weights(scratch: Path, args: argparse.Namespace) -> None:
         ("adapter export", scratch / "adapter", lambda: save_adapter(model, scratch / "adapter")),
     ):
         file = next(out.glob("*.safetensors"))
-        copy = lambda file=file: shutil.copyfile(file, scratch / "copy")  # noqa: E731
+        copy = partial(shutil.copyfile, file, scratch / "copy")
         size = file.stat().st_size / 1e6
         report(
             name, size, "MB", *in_turn(args.repeats, work, copy), beside=f"copy of {size:.0f} MB"

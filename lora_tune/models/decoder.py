@@ -2,7 +2,7 @@
 """The decoder: embedding, layers through the scan engine, final norm and head.
 
 A family supplies its configuration, its layer module and its table of tensors; everything about
-stacking, remat, caching the plan and the chunked loss is here, once.
+stacking, remat and caches is here, once; the loss by parts is `layers.cross_entropy`.
 """
 
 import contextlib
