@@ -83,14 +83,13 @@ def collect_adapters(
       ValueError: a variable of an adapter is missing, misplaced or of the wrong shape.
     """
     arrays = {p: v for p, v in flat_arrays(state).items() if p[-1] in (A, B, SCALE)}
-    homes: dict[Path, Leaf] = {
-        (*leaf.path[:-1], name): leaf for leaf in leaves for name in (A, B, SCALE)
-    }
-    strays = [".".join(map(str, p)) for p in arrays if p not in homes or not homes[p].adaptable]
+    kernels = [leaf for leaf in leaves if leaf.adaptable]
+    homes = {(*leaf.path[:-1], name) for leaf in kernels for name in (A, B, SCALE)}
+    strays = [".".join(map(str, p)) for p in arrays if p not in homes]
     if strays:
         raise ValueError(f"adapters beside no projection of the table: {', '.join(strays)}")
     adapters = {}
-    for leaf in leaves:
+    for leaf in kernels:
         beside: list[Path] = [(*leaf.path[:-1], name) for name in (A, B, SCALE)]
         found = [np.asarray(arrays[path]) for path in beside if path in arrays]
         if found:

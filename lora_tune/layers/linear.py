@@ -14,12 +14,12 @@ from jax.typing import DTypeLike
 
 from lora_tune import sharding
 from lora_tune.layers import grouped
-from lora_tune.layers.weights import NORMAL, cast, weight
+from lora_tune.layers.weights import NORMAL, ZEROS, cast, weight
 from lora_tune.scan import PROJECTED
 
 
 class Linear(nnx.Module):
-    """`y = x @ kernel`, kernel `[in, out]`, no bias.
+    """`y = x @ kernel`, kernel `[in, out]`, plus a `bias` `[out]` where the layer has one.
 
     The kernel is cast to the activations' dtype, so float32 parameters can be trained under
     bfloat16 compute.
@@ -32,14 +32,20 @@ class Linear(nnx.Module):
         *,
         axes: tuple[str | None, str | None],
         dtype: DTypeLike,
+        bias: bool = False,
     ):
         self.kernel = weight((in_features, out_features), dtype, axes=axes, init=NORMAL)
+        if bias:
+            self.bias = weight((out_features,), dtype, axes=axes[1:], init=ZEROS)
+        self.has_bias = bias
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps `[..., in]` to `[..., out]`."""
         flat = x.reshape(-1, x.shape[-1])
         kernel = self.kernel[...].astype(x.dtype)
         y = jax.lax.dot_general(flat, kernel, (((1,), (0,)), ((), ())))
+        if self.has_bias:
+            y = y + self.bias[...].astype(x.dtype)[None, :]
         y = checkpoint_name(y, PROJECTED)
         return y.reshape(*x.shape[:-1], y.shape[-1])
 

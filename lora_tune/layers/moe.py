@@ -6,6 +6,7 @@ ever dropped. Inside a manual region with an expert axis, each device holds some
 travel to them (`layers.exchange`); the experts themselves never move.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -22,10 +23,11 @@ from lora_tune.layers.linear import ExpertLinear, Linear
 class MLP(nnx.Module):
     """`down(silu(gate(x)) * up(x))`."""
 
-    def __init__(self, embed: int, hidden: int, *, dtype: DTypeLike):
-        self.gate_proj = Linear(embed, hidden, axes=("embed", "mlp"), dtype=dtype)
-        self.up_proj = Linear(embed, hidden, axes=("embed", "mlp"), dtype=dtype)
-        self.down_proj = Linear(hidden, embed, axes=("mlp", "embed"), dtype=dtype)
+    def __init__(self, embed: int, hidden: int, *, dtype: DTypeLike, bias: bool = False):
+        linear = functools.partial(Linear, dtype=dtype, bias=bias)
+        self.gate_proj = linear(embed, hidden, axes=("embed", "mlp"))
+        self.up_proj = linear(embed, hidden, axes=("embed", "mlp"))
+        self.down_proj = linear(hidden, embed, axes=("mlp", "embed"))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps `[..., D]` to `[..., D]`."""

@@ -5,6 +5,8 @@ Su et al., "RoFormer", arXiv 2104.09864, with the pairing of transformers' `rota
 dimension i turns together with dimension i + R/2.
 """
 
+import math
+
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -41,20 +43,89 @@ def scale_llama3(
     return (inv_freq * (kept + (1.0 - kept) / factor)).astype(np.float32)
 
 
+def yarn_frequencies(
+    rotary_dim: int,
+    theta: float,
+    *,
+    factor: float,
+    beta_fast: float,
+    beta_slow: float,
+    truncate: bool,
+    original_max_position_embeddings: float,
+) -> Float[np.ndarray, " half"]:
+    """Stretch slow rotations for longer contexts as YaRN does (Peng et al., arXiv 2309.00071).
+
+    A pair of dimensions that turns beta_fast times within the original context keeps its frequency,
+    one that turns beta_slow times has it divided by factor; in between, the share of the two is
+    linear in the pair's number. truncate rounds both ends outwards. float32, [rotary_dim / 2].
+    """
+    half = rotary_dim // 2
+    plain = rope_frequencies(rotary_dim, theta).astype(np.float64)
+
+    def pair_with(turns: float) -> float:
+        wavelength = original_max_position_embeddings / (turns * 2 * math.pi)
+        return rotary_dim * math.log(wavelength) / (2 * math.log(theta))
+
+    first, last = pair_with(beta_fast), pair_with(beta_slow)
+    if truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rotary_dim - 1)
+    width = last - first or 0.001
+    stretched = np.clip((np.arange(half) - first) / width, 0.0, 1.0)
+    return (plain * (1.0 - stretched) + plain / factor * stretched).astype(np.float32)
+
+
+def yarn_magnitude(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
+    """What YaRN multiplies queries and keys by: 1 + mscale * ln(factor) / 10, or a ratio of two."""
+
+    def grown(share: float) -> float:
+        return 1.0 if factor <= 1 else 1.0 + 0.1 * share * math.log(factor)
+
+    if mscale and mscale_all_dim:
+        return grown(mscale) / grown(mscale_all_dim)
+    return grown(1.0)
+
+
+def dynamic_frequencies(
+    rotary_dim: int,
+    theta: float,
+    lengths: Int[Array, "B T"],
+    *,
+    factor: float,
+    max_position_embeddings: int,
+) -> Float[Array, "B T half"]:
+    """Frequencies of tokens in texts of these lengths, by a base that grows with them (NTK).
+
+    Up to max_position_embeddings they are those of `rope_frequencies`. transformers' rope type
+    `dynamic`, which takes the longest text of a batch; here each text has its own.
+    """
+    longest = jnp.maximum(lengths, max_position_embeddings).astype(jnp.float32)
+    grown = factor * longest / max_position_embeddings - (factor - 1.0)
+    exponent = jnp.arange(0, rotary_dim, 2, dtype=jnp.float32) / rotary_dim
+    plain = jnp.asarray(rope_frequencies(rotary_dim, theta))[None, None, :]
+    power = exponent[None, None, :] * (rotary_dim / (rotary_dim - 2))
+    return plain * grown[..., None] ** -power
+
+
 def apply_rope(
     x: Float[Array, "B T N H"],
     positions: Int[Array, "B T"],
-    inv_freq: Float[Array | np.ndarray, " half"],
+    inv_freq: Float[Array | np.ndarray, "*BT half"],
+    magnitude: float = 1.0,
 ) -> Float[Array, "B T N H"]:
-    """Turn the first 2 * len(inv_freq) dimensions of each head by its position; keep the rest.
+    """Turn the first 2 * half dimensions of each head by its position; keep the rest.
+
+    inv_freq are the frequencies of all tokens, `[half]`, or of each, `[B, T, half]`. What is turned
+    is multiplied by magnitude.
 
     Angles, their sine and cosine and the rotation are float32 whatever x is (a bfloat16 table
     loses whole radians at long range); the result has x's dtype.
     """
-    half = inv_freq.shape[0]
+    half = inv_freq.shape[-1]
     inv_freq = jnp.asarray(inv_freq, jnp.float32)
-    angle = positions.astype(jnp.float32)[..., None, None] * inv_freq[None, None, None, :]
-    cos, sin = jnp.cos(angle), jnp.sin(angle)  # [B, T, 1, R/2]
+    each = inv_freq if inv_freq.ndim == 3 else inv_freq[None, None, :]
+    angle = (positions.astype(jnp.float32)[..., None] * each)[:, :, None, :]
+    cos, sin = jnp.cos(angle) * magnitude, jnp.sin(angle) * magnitude  # [B, T, 1, R/2]
     turned = x[..., : 2 * half].astype(jnp.float32)
     first, second = turned[..., :half], turned[..., half:]
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

@@ -16,21 +16,33 @@ from lora_tune.scan import MIXED
 
 
 def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, inputs: LayerInputs, entry: Entry | None
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    inputs: LayerInputs,
+    entry: Entry | None,
+    *,
+    scale: float | None = None,
+    sliding_window: int | None = None,
 ) -> tuple[jax.Array, Entry | None]:
     """Attends over this call's tokens, and with a cache over what it holds as well.
 
     Args:
-      q: rotated queries `[B, T, N, H]`; logits are scaled by `H ** -0.5`.
+      q: rotated queries `[B, T, N, H]`.
       k: rotated keys `[B, T, K, H]`.
       v: values `[B, T, K, H]`.
       inputs: segments, and the slots of the cache.
       entry: the layer's place in the cache, which `k` and `v` are written to; None in training.
+      scale: of the logits, `H ** -0.5` where it is None.
+      sliding_window: how many tokens a query sees, itself included; None for all before it.
 
     Returns:
       `[B, T, N, H]`, named `MIXED` for remat, and the entry after the call.
     """
-    run = functools.partial(attention, scale=q.shape[-1] ** -0.5)
+    usual = q.shape[-1] ** -0.5
+    run = functools.partial(
+        attention, scale=usual if scale is None else scale, sliding_window=sliding_window
+    )
     slots = inputs.slots
     if entry is None or slots is None:
         rows = sequence.whole_rows(inputs.segment_ids)

@@ -4,11 +4,28 @@
 Each yields one sentence per problem, so that a family can report all of them in one error.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 MOST: Mapping[str, int] = {"num_hidden_layers": 500, "num_experts": 4096}
 """Far above any model there is; planning for what a slip of the pen asks for would take hours."""
+
+
+_NEUTRAL = """
+model_type architectures dtype torch_dtype transformers_version name_or_path auto_map
+bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id
+use_cache cache_implementation initializer_range attn_implementation use_bfloat16 torchscript
+return_dict output_attentions output_hidden_states chunk_size_feed_forward tokenizer_class
+id2label label2id problem_type finetuning_task task_specific_params prefix suppress_tokens
+begin_suppress_tokens forced_bos_token_id forced_eos_token_id bad_words_ids is_decoder
+tie_encoder_decoder pruned_heads do_sample early_stopping max_length min_length num_beams
+num_beam_groups diversity_penalty temperature top_k top_p typical_p repetition_penalty
+length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size num_return_sequences
+output_scores return_dict_in_generate remove_invalid_values exponential_decay_length_penalty
+transformers.js_config is_llama_config unsloth_fixed unsloth_version
+"""
+NEUTRAL = frozenset(_NEUTRAL.split())
+"""Fields of any family that say nothing about what a forward pass computes."""
 
 
 def has_type_of(value: Any, example: Any) -> bool:
@@ -42,3 +59,20 @@ def positive(values: Mapping[str, Any], names: Sequence[str]) -> Iterator[str]:
     for name in names:
         if not has_type_of(values[name], 1.0) or values[name] <= 0:
             yield f"{name} is {values[name]!r}, expected a number above 0"
+
+
+def unknown_fields(hf: Mapping[str, Any], known: Collection[str]) -> Iterator[str]:
+    """Fields that nobody reads, unless they are empty, or bookkeeping as those in `NEUTRAL`.
+
+    They may ask for a model other than the one that would be built. Names that begin with an
+    underscore are private to the library that wrote them.
+    """
+    for name, value in hf.items():
+        if name in known or name in NEUTRAL or name.startswith("_"):
+            continue
+        if value is None or value is False or value in ("", [], {}):
+            continue
+        yield (
+            f"{name}={value!r} is unknown to this family; if the model is the same without it, "
+            "remove it from config.json"
+        )

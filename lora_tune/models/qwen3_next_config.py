@@ -6,7 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lora_tune.errors import InputError
-from lora_tune.models.fields import has_type_of, positive, unsupported, value_problems
+from lora_tune.models.fields import (
+    has_type_of,
+    positive,
+    unknown_fields,
+    unsupported,
+    value_problems,
+)
 
 LINEAR, FULL = "linear_attention", "full_attention"
 Kind = tuple[str, bool]
@@ -84,6 +90,13 @@ _ONLY: Mapping[str, Sequence[Any]] = {
 }
 """Fields that may ask for something these layers do not do, and the values that do not."""
 
+_OTHERS = (
+    *("layer_types", "full_attention_interval", "full_attention_layer_offset", "mlp_only_layers"),
+    *("rope_parameters", "rope_theta", "partial_rotary_factor", "max_position_embeddings"),
+    *("output_router_logits", "router_aux_loss_coef"),
+)
+"""Fields that are read one by one, and those about training alone."""
+
 
 def read_config(hf: Mapping[str, Any]) -> Qwen3NextConfig:
     """Reads a Hugging Face `config.json`.
@@ -97,6 +110,7 @@ def read_config(hf: Mapping[str, Any]) -> Qwen3NextConfig:
         *value_problems(values, _DEFAULTS),
         *_shape_problems(hf),
         *unsupported(hf, _ONLY),
+        *unknown_fields(hf, {*_DEFAULTS, *_ONLY, *_OTHERS}),
     ]
     if problems:
         raise InputError("config.json (qwen3_next): " + "; ".join(problems))

@@ -41,25 +41,6 @@ CASES = {
         "tie_word_embeddings": True,
         "norm_topk_prob": False,
     },
-    "llama, heads of the default size, a kv head each": {
-        "model_type": "llama",
-        "num_key_value_heads": None,
-        "head_dim": None,
-    },
-    "llama, one kv head, tied, rope of llama3": {
-        "model_type": "llama",
-        "num_key_value_heads": 1,
-        "head_dim": 20,
-        "tie_word_embeddings": True,
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 500.0,
-            "factor": 4.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 40,
-        },
-    },
 }
 
 

@@ -53,7 +53,9 @@ TINY_LLAMA: dict[str, Any] = {
     "head_dim": 16,
     "rms_norm_eps": 1e-4,
 }
-FAMILIES = {"qwen3_next": TINY, "llama": TINY_LLAMA}
+FAMILIES = {"qwen3_next": TINY, "llama": TINY_LLAMA, "qwen2": TINY_LLAMA}
+ZERO_CENTRED = ("qwen3_next",)
+"""Families whose norms scale by 1 + weight."""
 
 
 def write_checkpoint(
@@ -66,7 +68,7 @@ def write_checkpoint(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             drawn = _draw(name, tuple(parameter.shape), generator)
-            plain_norm = model_type == "llama" and "norm" in name
+            plain_norm = model_type not in ZERO_CENTRED and "norm" in name
             parameter.copy_(1.0 + drawn if plain_norm else drawn)
         if config.tie_word_embeddings:
             # Rows of the embedding are longer than those of a head: keep the logits around 1.
@@ -81,6 +83,8 @@ def _draw(name: str, shape: tuple[int, ...], generator: Any) -> Any:
     if name.endswith("A_log"):
         # From a memory of hundreds of tokens to one of less than one.
         return torch.linspace(-5.0, 1.5, *shape) + 0.1 * noise
+    if name.endswith(".bias"):
+        return 0.5 * noise
     if name.endswith("dt_bias") or "embed_tokens" in name:
         return noise
     if "linear_attn.norm" in name:

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The families that `lora_tune.models.transformer` runs, each by what differs from the others.
+
+Values are those of the configuration classes of transformers 5.24.
+"""
+
+from lora_tune.models.transformer_config import Dialect
+
+_COMMON = {
+    "hidden_act": ("silu",),
+    "attention_dropout": (0, 0.0, None),
+    "partial_rotary_factor": (1, 1.0, None),
+    "quantization_config": (None,),
+}
+
+LLAMA = Dialect(
+    model_type="llama",
+    defaults={
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": None,
+        "head_dim": None,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 2048,
+    },
+    only=_COMMON,
+    ignored=("pretraining_tp",),
+)
+QWEN2 = Dialect(
+    model_type="qwen2",
+    defaults={
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 22016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "head_dim": None,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 32768,
+        "use_sliding_window": False,
+    },
+    only=_COMMON | {"use_mrope": (False, None)},
+    bias="qkv",
+    windows="late",
+)

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoders of attention and MLP layers: Llama and the families that differ from it in details.
+
+Names follow `transformers.models.llama`, so that this file can be read beside it; how a family
+differs is said by its `Dialect`. Shapes: B batch, T time, D embed, N heads, K key/value heads,
+H head dim.
+"""
+
+import functools
+
+import jax
+from flax import nnx
+from jax.typing import DTypeLike
+
+from lora_tune.cache import AttentionCache, Entry
+from lora_tune.hf.table import Row
+from lora_tune.layers.linear import Linear
+from lora_tune.layers.moe import MLP
+from lora_tune.layers.norms import PlainRMSNorm
+from lora_tune.models.attention import attend, make_attention_cache
+from lora_tune.models.decoder import Family, LayerInputs
+from lora_tune.models.transformer_config import SLIDING, Dialect, TransformerConfig, read_config
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with rope, over all earlier tokens or a window of them."""
+
+    def __init__(self, c: TransformerConfig, kind: str, *, dtype: DTypeLike):
+        n, k, h, d = c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.hidden_size
+        linear = functools.partial(Linear, dtype=dtype)
+        into = functools.partial(linear, axes=("embed", "heads"), bias=c.qkv_bias)
+        self.q_proj = into(d, n * h)
+        self.k_proj = into(d, k * h)
+        self.v_proj = into(d, k * h)
+        self.o_proj = linear(n * h, d, axes=("heads", "embed"), bias=c.attention_bias)
+        if c.dialect.qk_norm:
+            self.q_norm = PlainRMSNorm(h, eps=c.rms_norm_eps, dtype=dtype)
+            self.k_norm = PlainRMSNorm(h, eps=c.rms_norm_eps, dtype=dtype)
+        self.config = c
+        self.kind = kind
+
+    def __call__(
+        self, x: jax.Array, inputs: LayerInputs, entry: Entry | None
+    ) -> tuple[jax.Array, Entry | None]:
+        """Mixes `[B, T, D]` over time."""
+        c = self.config
+        shape = (*x.shape[:2], -1, c.head_dim)
+        q, k, v = (p(x).reshape(shape) for p in (self.q_proj, self.k_proj, self.v_proj))
+        if c.dialect.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = c.rope(self.kind).turn(inputs, q, k)
+        window = c.sliding_window if self.kind == SLIDING else None
+        y, entry = attend(q, k, v, inputs, entry, sliding_window=window)
+        return self.o_proj(y.reshape(*x.shape[:2], -1)), entry
+
+
+class Layer(nnx.Module):
+    """Pre-norm residual layer: attention, then the gated MLP."""
+
+    def __init__(self, c: TransformerConfig, kind: str, *, dtype: DTypeLike):
+        norm = functools.partial(PlainRMSNorm, c.hidden_size, eps=c.rms_norm_eps, dtype=dtype)
+        self.input_layernorm = norm()
+        self.self_attn = Attention(c, kind, dtype=dtype)
+        self.post_attention_layernorm = norm()
+        self.mlp = MLP(c.hidden_size, c.intermediate_size, bias=c.mlp_bias, dtype=dtype)
+
+    def __call__(
+        self, h: jax.Array, inputs: LayerInputs, entry: Entry | None = None
+    ) -> tuple[jax.Array, Entry | None]:
+        """Runs the layer on `[B, T, D]`."""
+        mixed, entry = self.self_attn(self.input_layernorm(h), inputs, entry)
+        h = h + mixed
+        return h + self.mlp(self.post_attention_layernorm(h)), entry
+
+
+def make_cache(
+    c: TransformerConfig, kind: str, *, batch: int, size: int, dtype: DTypeLike
+) -> AttentionCache:
+    """An empty cache of a layer for `batch` rows of `size` slots."""
+    return make_attention_cache(
+        c.num_key_value_heads, c.head_dim, batch=batch, size=size, dtype=dtype
+    )
+
+
+_PROJECTIONS = (
+    *(f"self_attn.{side}_proj" for side in ("q", "k", "v", "o")),
+    *(f"mlp.{side}_proj" for side in ("gate", "up", "down")),
+)
+_NORMS = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
+
+
+def make_family(dialect: Dialect) -> Family:
+    """The family of a dialect; rows of parameters that it does not have are never met."""
+    return Family(
+        read_config=functools.partial(read_config, dialect),
+        make_layer=Layer,
+        make_cache=make_cache,
+        make_norm=PlainRMSNorm,
+        layer_rows=(
+            *(Row(f"{name}.weight", f"{name}.weight") for name in _NORMS),
+            *(Row(f"{name}.kernel", f"{name}.weight", "transpose") for name in _PROJECTIONS),
+            *(Row(f"{name}.bias", f"{name}.bias") for name in _PROJECTIONS),
+        ),
+        top_rows=(
+            Row("embed_tokens.embedding", "model.embed_tokens.weight"),
+            Row("norm.weight", "model.norm.weight"),
+            Row("lm_head.kernel", "lm_head.weight", "transpose"),
+        ),
+        ignored=(
+            (
+                r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
+                "rope frequencies, which follow from the configuration",
+            ),
+        ),
+    )

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configuration of attention-and-MLP models: one reader, and what differs between families.
+
+A `Dialect` says how the `config.json` of one `model_type` is to be read and how its layers differ
+from Llama's. The dialects themselves are in `lora_tune.models.dialects`.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from lora_tune.errors import InputError
+from lora_tune.models.fields import has_type_of, unknown_fields, unsupported, value_problems
+from lora_tune.models.rope import Rope, completed, make_rope, rope_fields, rope_problems
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Dialect:
+    """One family: its fields of `config.json`, and its layers where they are not Llama's.
+
+    Attributes:
+      model_type: of the configuration.
+      defaults: what transformers assumes for a size that `config.json` leaves out. Null heads and
+        head sizes follow from the other sizes.
+      only: fields that may ask for something the layers do not do -> the values that do not.
+      ignored: further fields that do not change what is computed.
+      bias: the projections with a bias: `field` obeys `attention_bias` and `mlp_bias`, `qkv` is
+        those three always.
+      qk_norm: queries and keys are normalised head by head before they are turned.
+      windows: which layers see a window of tokens: `none`; `all`, unless `sliding_window` is null;
+        or with `use_sliding_window`, `late` ones, from `max_window_layers` on.
+    """
+
+    model_type: str
+    defaults: Mapping[str, Any]
+    only: Mapping[str, Sequence[Any]]
+    ignored: Sequence[str] = ()
+    bias: Literal["field", "qkv"] = "field"
+    qk_norm: bool = False
+    windows: Literal["none", "all", "late"] = "none"
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformerConfig:
+    """The fields of `config.json` that shape the model, under their own names.
+
+    `layer_types` holds the kind of every layer, `ropes` the rotation of each kind there is.
+    """
+
+    dialect: Dialect
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
+    sliding_window: int | None
+    layer_types: tuple[str, ...]
+    ropes: tuple[tuple[str, Rope], ...]
+
+    def layer_kinds(self) -> tuple[str, ...]:
+        """The kind of every layer; equal kinds have equal parameter trees."""
+        return self.layer_types
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether the projections to queries, keys and values have a bias."""
+        return self.attention_bias or self.dialect.bias == "qkv"
+
+    def rope(self, kind: str) -> Rope:
+        """The rotation in layers of a kind."""
+        return dict(self.ropes)[kind]
+
+
+_FOLLOW = ("num_key_value_heads", "head_dim")
+_FIELDS = (*_FOLLOW, "max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters")
+_FIELDS += ("original_max_position_embeddings",)
+_BIASES = ("attention_bias", "mlp_bias")
+_WINDOWS: Mapping[str, tuple[str, ...]] = {
+    "none": (),
+    "all": ("sliding_window",),
+    "late": ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
+}
+
+
+def read_config(dialect: Dialect, hf: Mapping[str, Any]) -> TransformerConfig:
+    """Reads a Hugging Face `config.json`.
+
+    Raises:
+      InputError: naming every field that is unknown, of the wrong type, contradictory, or asks for
+        a feature that the layers lack.
+    """
+    values = {name: hf.get(name, default) for name, default in dialect.defaults.items()}
+    sizes = {name: value for name, value in dialect.defaults.items() if name not in _FOLLOW}
+    problems = [
+        *value_problems(values, sizes),
+        *unsupported(hf, dialect.only),
+        *unknown_fields(hf, _known(dialect)),
+    ]
+    if not problems:
+        # Both follow from the number of heads, also where the file says null.
+        heads = values["num_attention_heads"]
+        follow = {"num_key_value_heads": heads, "head_dim": values["hidden_size"] // heads}
+        values |= {name: n for name, n in follow.items() if values[name] is None}
+        problems = [
+            *value_problems(values, follow),
+            *_window_problems(dialect, hf, values),
+            *_rope_problems(hf, values),
+            *_bias_problems(hf),
+        ]
+    problems = problems or list(_size_problems(values))
+    if problems:
+        raise InputError(f"config.json ({dialect.model_type}): " + "; ".join(problems))
+    return _make_config(dialect, hf, values)
+
+
+def _make_config(
+    dialect: Dialect, hf: Mapping[str, Any], values: dict[str, Any]
+) -> TransformerConfig:
+    window = _window(dialect, hf, values)
+    types = _layer_types(dialect, hf, values["num_hidden_layers"], window)
+    most = values["max_position_embeddings"]
+    rope = make_rope(_rope(hf, values), values["head_dim"], most)
+    fields = {field.name for field in dataclasses.fields(TransformerConfig)}
+    return TransformerConfig(
+        dialect=dialect,
+        **{name: value for name, value in values.items() if name in fields},
+        attention_bias=bool(hf.get("attention_bias")),
+        mlp_bias=bool(hf.get("mlp_bias")),
+        sliding_window=window,
+        layer_types=types,
+        ropes=tuple((kind, rope) for kind in sorted(set(types))),
+    )
+
+
+def _known(dialect: Dialect) -> set[str]:
+    """The fields that this dialect reads, checks, or knows to change nothing."""
+    known = {*dialect.defaults, *dialect.only, *dialect.ignored, *_FIELDS}
+    return known | {*_WINDOWS[dialect.windows]} | ({*_BIASES} if dialect.bias == "field" else set())
+
+
+def _window(dialect: Dialect, hf: Mapping[str, Any], values: Mapping[str, Any]) -> int | None:
+    """Tokens that a query sees in layers with a window, None where no layer has one."""
+    if dialect.windows == "none" or (
+        dialect.windows == "late" and not values["use_sliding_window"]
+    ):
+        return None
+    return hf.get("sliding_window", 4096)
+
+
+def _layer_types(
+    dialect: Dialect, hf: Mapping[str, Any], layers: int, window: int | None
+) -> tuple[str, ...]:
+    if hf.get("layer_types") is not None:
+        return tuple(hf["layer_types"])
+    if window is None:
+        return (FULL,) * layers
+    first = hf.get("max_window_layers", 28) if dialect.windows == "late" else 0
+    return tuple(SLIDING if i >= first else FULL for i in range(layers))
+
+
+def _window_problems(
+    dialect: Dialect, hf: Mapping[str, Any], values: Mapping[str, Any]
+) -> Iterator[str]:
+    window, first = hf.get("sliding_window"), hf.get("max_window_layers", 0)
+    if window is not None and not (has_type_of(window, 1) and window > 0):
+        yield f"sliding_window is {window!r}, expected a number of tokens, or null"
+    if not has_type_of(first, 1) or first < 0:
+        yield f"max_window_layers is {first!r}, expected a number of layers"
+    listed, count = hf.get("layer_types"), values["num_hidden_layers"]
+    if listed is None:
+        return
+    if not isinstance(listed, Sequence) or not set(listed) <= {SLIDING, FULL}:
+        yield f"layer_types is {listed!r}, expected a list of {SLIDING!r} and {FULL!r}"
+        return
+    if len(listed) != count:
+        yield f"layer_types lists {len(listed)} layers, num_hidden_layers is {count}"
+    if SLIDING in listed and _window(dialect, hf, values) is None:
+        yield f"layer_types has {SLIDING!r}, but there is no sliding_window (use_sliding_window)"
+
+
+def _rope(hf: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """All rope fields; `rope_theta` used to stand at the top, `rope_type` to be called `type`."""
+    return completed(
+        rope_fields(hf),
+        hf,
+        rope_theta=hf.get("rope_theta", 10000.0),
+        max_position_embeddings=values["max_position_embeddings"],
+    )
+
+
+def _rope_problems(hf: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
+    if not isinstance(rope_fields(hf), Mapping):
+        yield f"rope_parameters is {rope_fields(hf)!r}, expected an object"
+        return
+    yield from rope_problems(_rope(hf, values), "rope_parameters")
+
+
+def _bias_problems(hf: Mapping[str, Any]) -> Iterator[str]:
+    for name in _BIASES:
+        if not isinstance(hf.get(name), (bool, type(None))):
+            yield f"{name} is {hf[name]!r}, expected true or false"
+
+
+def _size_problems(values: Mapping[str, Any]) -> Iterator[str]:
+    if values["num_attention_heads"] % values["num_key_value_heads"]:
+        yield "num_attention_heads must be a multiple of num_key_value_heads"
+    if values["head_dim"] % 2 or values["head_dim"] < 4:
+        yield f"head_dim is {values['head_dim']}, expected an even number of at least 4"

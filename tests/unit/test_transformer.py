@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the configuration of attention-and-MLP models may say; tests/parity compares the numbers."""
+
+import re
+
+import pytest
+
+from lora_tune.errors import InputError
+from lora_tune.models import FAMILIES
+from lora_tune.models.transformer_config import FULL, SLIDING
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0}
+
+
+def read(family, **fields):
+    return FAMILIES[family].read_config(fields)
+
+
+def test_sizes_that_follow_from_others():
+    config = read("llama", hidden_size=96, num_attention_heads=6, head_dim=None)
+    assert (config.num_key_value_heads, config.head_dim) == (6, 16)
+    assert len(set(config.layer_kinds())) == 1
+
+
+def test_llama3_stretches_slow_rotations_only():
+    # Wavelengths of Llama 3.1: dimensions that turn more than 4 times within 8192 positions keep
+    # their frequency, those that turn less than once have it divided by 8.
+    sizes = {"rope_theta": 500000.0, "head_dim": 128}
+    plain = read("llama", **sizes).rope(FULL).frequencies()
+    scaled = read("llama", **sizes, rope_scaling=LLAMA3).rope(FULL).frequencies()
+    turns = 8192 * plain / 6.283185307
+    assert (scaled[turns > 4] == plain[turns > 4]).all()
+    assert scaled[turns < 1] == pytest.approx(plain[turns < 1] / 8)
+    between = (turns > 1) & (turns < 4)
+    assert between.any()
+    assert ((scaled < plain) & (scaled > plain / 8))[between].all()
+
+
+def test_yarn_keeps_fast_rotations_and_the_original_context_may_stand_at_the_top():
+    sizes = {"rope_theta": 1e6, "head_dim": 128, "original_max_position_embeddings": 32768}
+    plain = read("qwen2", rope_theta=1e6, head_dim=128).rope(FULL).frequencies()
+    rope = read("qwen2", **sizes, rope_scaling=YARN).rope(FULL)
+    scaled = rope.frequencies()
+    assert rope.magnitude == pytest.approx(1.1386294)  # 1 + ln(4) / 10
+    turns = 32768 * plain / 6.283185307
+    # Both ends are rounded outwards, by less than a pair of dimensions.
+    assert (scaled[turns > 41] == plain[turns > 41]).all()
+    assert scaled[turns < 0.8] == pytest.approx(plain[turns < 0.8] / 4)
+    inside = read("qwen2", **sizes, rope_scaling=YARN | {"attention_factor": 1.0}).rope(FULL)
+    assert inside.magnitude == 1.0
+
+
+def test_windows():
+    late = {"num_hidden_layers": 4, "max_window_layers": 3, "sliding_window": 7}
+    config = read("qwen2", **late, use_sliding_window=True)
+    assert (config.layer_types, config.sliding_window) == ((FULL,) * 3 + (SLIDING,), 7)
+    config = read("qwen2", **late, use_sliding_window=False)
+    assert (config.layer_types, config.sliding_window) == ((FULL,) * 4, None)
+    listed = [SLIDING, FULL, SLIDING, FULL]
+    config = read("qwen2", **late, use_sliding_window=True, layer_types=listed)
+    assert config.layer_types == tuple(listed)
+
+
+def test_fields_that_change_nothing_pass():
+    read(
+        "llama",
+        _name_or_path="x",
+        torch_dtype="bfloat16",
+        pretraining_tp=1,
+        use_cache=True,
+        sliding_window=None,
+        rope_interleaved=False,
+        rope_scaling=None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "named"),
+    [
+        ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ("llama", {"attention_bias": 1}, "attention_bias is 1, expected true or false"),
+        ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1"),
+        ("llama", {"quantization_config": {}}, "quantization_config={}"),
+        ("llama", {"attention_sinks": 4}, "attention_sinks=4 is unknown to this family"),
+        ("llama", {"sliding_window": 512}, "sliding_window=512 is unknown to this family"),
+        ("llama", {"rope_interleaved": True}, "rope_interleaved=True is unknown"),
+        ("llama", {"hidden_size": "96"}, "hidden_size is '96'"),
+        ("llama", {"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ("llama", {"num_key_value_heads": 5}, "multiple of num_key_value_heads"),
+        ("llama", {"head_dim": 5}, "head_dim is 5, expected an even number"),
+        ("llama", {"head_dim": "a"}, "head_dim is 'a'"),
+        ("llama", {"rope_theta": 0}, "rope_theta is 0"),
+        ("llama", {"rope_scaling": 2.0}, "rope_parameters is 2.0"),
+        ("llama", {"rope_scaling": {"type": "longrope"}}, "rope_parameters.rope_type='longrope'"),
+        ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+        ("llama", {"rope_scaling": {"mrope_section": [1, 1]}}, "mrope_section=[1, 1] is unknown"),
+        ("llama", {"rope_scaling": {**LLAMA3, "factor": None}}, "factor is None"),
+        ("llama", {"rope_scaling": {"rope_type": "llama3"}}, "low_freq_factor is missing"),
+        ("llama", {"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}, "above low_freq_factor"),
+        (
+            "llama",
+            {"rope_scaling": {"type": "linear"}},
+            "factor is missing",
+        ),
+        ("qwen2", {"rope_scaling": {**YARN, "beta_fast": -1}}, "beta_fast is -1"),
+        ("qwen2", {"rope_scaling": {**YARN, "truncate": 1}}, "truncate is 1"),
+        ("qwen2", {"use_sliding_window": "yes"}, "use_sliding_window is 'yes'"),
+        ("qwen2", {"sliding_window": 0}, "sliding_window is 0"),
+        ("qwen2", {"max_window_layers": -1}, "max_window_layers is -1"),
+        ("qwen2", {"layer_types": ["chunked_attention"]}, "layer_types is ['chunked_attention']"),
+        ("qwen2", {"layer_types": [FULL]}, "layer_types lists 1 layers"),
+        ("qwen2", {"layer_types": [SLIDING] * 32}, "there is no sliding_window"),
+        ("qwen2", {"attention_bias": True}, "attention_bias=True is unknown"),
+    ],
+)
+def test_what_the_layers_lack_is_named(family, fields, named):
+    with pytest.raises(InputError, match=re.escape(f"config.json ({family})")) as caught:
+        read(family, **fields)
+    assert named in str(caught.value)
