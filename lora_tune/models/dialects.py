@@ -29,6 +29,7 @@ LLAMA = Dialect(
     },
     only=_COMMON,
     ignored=("pretraining_tp",),
+    biases=("attention_bias", "mlp_bias"),
 )
 QWEN2 = Dialect(
     model_type="qwen2",
@@ -46,6 +47,14 @@ QWEN2 = Dialect(
         "use_sliding_window": False,
     },
     only=_COMMON | {"use_mrope": (False, None)},
-    bias="qkv",
+    qkv_bias=True,
+    windows="late",
+)
+QWEN3 = Dialect(
+    model_type="qwen3",
+    defaults={**QWEN2.defaults, "head_dim": 128},
+    only=_COMMON,
+    biases=("attention_bias",),
+    qk_norm=True,
     windows="late",
 )

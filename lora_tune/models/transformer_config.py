@@ -26,8 +26,9 @@ class Dialect:
         head sizes follow from the other sizes.
       only: fields that may ask for something the layers do not do -> the values that do not.
       ignored: further fields that do not change what is computed.
-      bias: the projections with a bias: `field` obeys `attention_bias` and `mlp_bias`, `qkv` is
-        those three always.
+      biases: the fields that decide over biases, `attention_bias` and `mlp_bias`, of those there
+        are.
+      qkv_bias: queries, keys and values always have a bias.
       qk_norm: queries and keys are normalised head by head before they are turned.
       windows: which layers see a window of tokens: `none`; `all`, unless `sliding_window` is null;
         or with `use_sliding_window`, `late` ones, from `max_window_layers` on.
@@ -37,7 +38,8 @@ class Dialect:
     defaults: Mapping[str, Any]
     only: Mapping[str, Sequence[Any]]
     ignored: Sequence[str] = ()
-    bias: Literal["field", "qkv"] = "field"
+    biases: Sequence[Literal["attention_bias", "mlp_bias"]] = ()
+    qkv_bias: bool = False
     qk_norm: bool = False
     windows: Literal["none", "all", "late"] = "none"
 
@@ -72,7 +74,7 @@ class TransformerConfig:
     @property
     def qkv_bias(self) -> bool:
         """Whether the projections to queries, keys and values have a bias."""
-        return self.attention_bias or self.dialect.bias == "qkv"
+        return self.attention_bias or self.dialect.qkv_bias
 
     def rope(self, kind: str) -> Rope:
         """The rotation in layers of a kind."""
@@ -82,7 +84,6 @@ class TransformerConfig:
 _FOLLOW = ("num_key_value_heads", "head_dim")
 _FIELDS = (*_FOLLOW, "max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters")
 _FIELDS += ("original_max_position_embeddings",)
-_BIASES = ("attention_bias", "mlp_bias")
 _WINDOWS: Mapping[str, tuple[str, ...]] = {
     "none": (),
     "all": ("sliding_window",),
@@ -113,7 +114,7 @@ def read_config(dialect: Dialect, hf: Mapping[str, Any]) -> TransformerConfig:
             *value_problems(values, follow),
             *_window_problems(dialect, hf, values),
             *_rope_problems(hf, values),
-            *_bias_problems(hf),
+            *_bias_problems(dialect, hf),
         ]
     problems = problems or list(_size_problems(values))
     if problems:
@@ -142,8 +143,8 @@ def _make_config(
 
 def _known(dialect: Dialect) -> set[str]:
     """The fields that this dialect reads, checks, or knows to change nothing."""
-    known = {*dialect.defaults, *dialect.only, *dialect.ignored, *_FIELDS}
-    return known | {*_WINDOWS[dialect.windows]} | ({*_BIASES} if dialect.bias == "field" else set())
+    known = {*dialect.defaults, *dialect.only, *dialect.ignored, *dialect.biases, *_FIELDS}
+    return known | {*_WINDOWS[dialect.windows]}
 
 
 def _window(dialect: Dialect, hf: Mapping[str, Any], values: Mapping[str, Any]) -> int | None:
@@ -203,8 +204,8 @@ def _rope_problems(hf: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator
     yield from rope_problems(_rope(hf, values), "rope_parameters")
 
 
-def _bias_problems(hf: Mapping[str, Any]) -> Iterator[str]:
-    for name in _BIASES:
+def _bias_problems(dialect: Dialect, hf: Mapping[str, Any]) -> Iterator[str]:
+    for name in dialect.biases:
         if not isinstance(hf.get(name), (bool, type(None))):
             yield f"{name} is {hf[name]!r}, expected true or false"
 

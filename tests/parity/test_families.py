@@ -107,6 +107,23 @@ FAMILIES = {
             },
         }
     ),
+    "qwen3": Row(
+        {
+            "windows in listed layers": {
+                "use_sliding_window": True,
+                "sliding_window": 6,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+                **rope("yarn"),
+            },
+            "biases, tied, one kv head, three layers": {
+                "attention_bias": True,
+                "tie_word_embeddings": True,
+                "num_key_value_heads": 1,
+                "num_hidden_layers": 3,
+                "head_dim": 12,
+            },
+        }
+    ),
 }
 WHOLE = [(family, next(iter(row.shapes))) for family, row in FAMILIES.items()]
 REST = [(f, name) for f, row in FAMILIES.items() for name in row.shapes if (f, name) not in WHOLE]

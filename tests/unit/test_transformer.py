@@ -118,6 +118,7 @@ def test_fields_that_change_nothing_pass():
         ("qwen2", {"layer_types": [FULL]}, "layer_types lists 1 layers"),
         ("qwen2", {"layer_types": [SLIDING] * 32}, "there is no sliding_window"),
         ("qwen2", {"attention_bias": True}, "attention_bias=True is unknown"),
+        ("qwen3", {"mlp_bias": True}, "mlp_bias=True is unknown"),
     ],
 )
 def test_what_the_layers_lack_is_named(family, fields, named):
