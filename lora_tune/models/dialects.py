@@ -58,3 +58,14 @@ QWEN3 = Dialect(
     qk_norm=True,
     windows="late",
 )
+MISTRAL = Dialect(
+    model_type="mistral",
+    defaults={
+        **LLAMA.defaults,
+        "intermediate_size": 14336,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+    },
+    only=_COMMON,
+    windows="all",
+)

@@ -87,6 +87,18 @@ FAMILIES = {
             "dynamic rope": {"max_position_embeddings": 16, **rope("dynamic")},
         }
     ),
+    "mistral": Row(
+        {
+            "window": {"sliding_window": 6},
+            "no window, tied": {"sliding_window": None, "tie_word_embeddings": True},
+            "window longer than the text, two layers": {
+                "sliding_window": 4096,
+                "num_hidden_layers": 2,
+                "num_key_value_heads": 4,
+                "head_dim": None,
+            },
+        }
+    ),
     "qwen2": Row(
         {
             "windows in late layers": {

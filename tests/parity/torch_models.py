@@ -53,7 +53,10 @@ TINY_LLAMA: dict[str, Any] = {
     "head_dim": 16,
     "rms_norm_eps": 1e-4,
 }
-FAMILIES = {"qwen3_next": TINY, **dict.fromkeys(("llama", "qwen2", "qwen3"), TINY_LLAMA)}
+FAMILIES = {
+    "qwen3_next": TINY,
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), TINY_LLAMA),
+}
 ZERO_CENTRED = ("qwen3_next",)
 """Families whose norms scale by 1 + weight."""
 

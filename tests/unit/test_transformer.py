@@ -66,6 +66,10 @@ def test_windows():
     listed = [SLIDING, FULL, SLIDING, FULL]
     config = read("qwen2", **late, use_sliding_window=True, layer_types=listed)
     assert config.layer_types == tuple(listed)
+    assert set(read("mistral", sliding_window=None).layer_types) == {FULL}
+    # transformers takes 4,096 where the file is silent.
+    config = read("mistral")
+    assert (set(config.layer_types), config.sliding_window) == ({SLIDING}, 4096)
 
 
 def test_fields_that_change_nothing_pass():
@@ -118,6 +122,7 @@ def test_fields_that_change_nothing_pass():
         ("qwen2", {"layer_types": [FULL]}, "layer_types lists 1 layers"),
         ("qwen2", {"layer_types": [SLIDING] * 32}, "there is no sliding_window"),
         ("qwen2", {"attention_bias": True}, "attention_bias=True is unknown"),
+        ("mistral", {"layer_types": [FULL] * 32}, "layer_types="),
         ("qwen3", {"mlp_bias": True}, "mlp_bias=True is unknown"),
     ],
 )
