@@ -124,7 +124,7 @@ def _exchanged(x: jax.Array, weights: jax.Array, chosen: jax.Array, experts: Exp
 
 
 class SparseMoe(nnx.Module):
-    """Routed experts plus a shared expert behind a sigmoid gate."""
+    """Routed experts, plus a shared expert behind a sigmoid gate where there is one."""
 
     def __init__(
         self,
@@ -133,14 +133,16 @@ class SparseMoe(nnx.Module):
         num_experts: int,
         top_k: int,
         hidden: int,
-        shared_hidden: int,
+        shared_hidden: int | None,
         normalise: bool,
         dtype: DTypeLike,
     ):
         self.gate = Linear(embed, num_experts, axes=("embed", None), dtype=dtype)
         self.experts = Experts(num_experts, embed, hidden, dtype=dtype)
-        self.shared_expert = MLP(embed, shared_hidden, dtype=dtype)
-        self.shared_expert_gate = Linear(embed, 1, axes=("embed", None), dtype=dtype)
+        self.shares = shared_hidden is not None
+        if shared_hidden is not None:
+            self.shared_expert = MLP(embed, shared_hidden, dtype=dtype)
+            self.shared_expert_gate = Linear(embed, 1, axes=("embed", None), dtype=dtype)
         self.top_k = top_k
         self.normalise = normalise
 
@@ -148,6 +150,7 @@ class SparseMoe(nnx.Module):
         """Maps `[B, T, D]` to `[B, T, D]`."""
         flat = x.reshape(-1, x.shape[-1])
         weights, chosen = route(self.gate(flat), self.top_k, normalise=self.normalise)
-        routed = dispatch(flat, weights, chosen, self.experts)
-        shared = jax.nn.sigmoid(self.shared_expert_gate(flat)) * self.shared_expert(flat)
-        return (routed + shared).reshape(x.shape)
+        y = dispatch(flat, weights, chosen, self.experts)
+        if self.shares:
+            y = y + jax.nn.sigmoid(self.shared_expert_gate(flat)) * self.shared_expert(flat)
+        return y.reshape(x.shape)

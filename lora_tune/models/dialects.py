@@ -69,3 +69,24 @@ MISTRAL = Dialect(
     only=_COMMON,
     windows="all",
 )
+QWEN3_MOE = Dialect(
+    model_type="qwen3_moe",
+    defaults={
+        **QWEN2.defaults,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": False,
+    },
+    only=_COMMON,
+    ignored=("max_window_layers",),
+    renamed={"num_local_experts": "num_experts"},
+    biases=("attention_bias",),
+    qk_norm=True,
+    windows="switched",
+)

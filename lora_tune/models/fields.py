@@ -61,6 +61,23 @@ def positive(values: Mapping[str, Any], names: Sequence[str]) -> Iterator[str]:
             yield f"{name} is {values[name]!r}, expected a number above 0"
 
 
+def sparse_layers(values: Mapping[str, Any], dense: Sequence[int] | None) -> tuple[bool, ...]:
+    """Which layers have experts: every `decoder_sparse_step`-th but those in `mlp_only_layers`."""
+    step, none = values["decoder_sparse_step"], values["num_experts"] == 0
+    return tuple(
+        not none and (i + 1) % step == 0 and i not in (dense or ())
+        for i in range(values["num_hidden_layers"])
+    )
+
+
+def list_problems(hf: Mapping[str, Any], name: str, kind: type) -> Iterator[str]:
+    """What is wrong with a field that is null or a list of values of one type."""
+    value = hf.get(name)
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    if value is not None and not (is_list and all(type(item) is kind for item in value)):
+        yield f"{name} is {value!r}, expected a list of {kind.__name__}"
+
+
 def unknown_fields(hf: Mapping[str, Any], known: Collection[str]) -> Iterator[str]:
     """Fields that nobody reads, unless they are empty, or bookkeeping as those in `NEUTRAL`.
 

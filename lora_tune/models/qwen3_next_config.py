@@ -8,7 +8,9 @@ from typing import Any
 from lora_tune.errors import InputError
 from lora_tune.models.fields import (
     has_type_of,
+    list_problems,
     positive,
+    sparse_layers,
     unknown_fields,
     unsupported,
     value_problems,
@@ -39,22 +41,17 @@ class Qwen3NextConfig:
     linear_value_head_dim: int
     linear_num_key_heads: int
     linear_num_value_heads: int
-    decoder_sparse_step: int
     moe_intermediate_size: int
     shared_expert_intermediate_size: int
     num_experts_per_tok: int
     num_experts: int
     norm_topk_prob: bool
-    mlp_only_layers: tuple[int, ...]
+    sparse_layers: tuple[bool, ...]
     layer_types: tuple[str, ...]
 
     def layer_kinds(self) -> tuple[Kind, ...]:
         """The kind of every layer; equal kinds have equal parameter trees."""
-        return tuple((mixer, self._is_sparse(i)) for i, mixer in enumerate(self.layer_types))
-
-    def _is_sparse(self, i: int) -> bool:
-        on_step = self.num_experts > 0 and (i + 1) % self.decoder_sparse_step == 0
-        return on_step and i not in self.mlp_only_layers
+        return tuple(zip(self.layer_types, self.sparse_layers, strict=True))
 
 
 _DEFAULTS: Mapping[str, Any] = {
@@ -116,10 +113,10 @@ def read_config(hf: Mapping[str, Any]) -> Qwen3NextConfig:
         raise InputError("config.json (qwen3_next): " + "; ".join(problems))
     rope = _rope(hf)
     config = Qwen3NextConfig(
-        **values,
+        **{name: value for name, value in values.items() if name != "decoder_sparse_step"},
         rope_theta=float(rope["rope_theta"]),
         partial_rotary_factor=float(rope["partial_rotary_factor"]),
-        mlp_only_layers=tuple(hf.get("mlp_only_layers") or ()),
+        sparse_layers=sparse_layers(values, hf.get("mlp_only_layers")),
         layer_types=_layer_types(hf, values["num_hidden_layers"]),
     )
     _check_sizes(config)
@@ -136,11 +133,8 @@ def _shape_problems(hf: Mapping[str, Any]) -> Iterator[str]:
             f"full_attention_layer_offset is {offset!r}, expected a place in a cycle of {interval} "
             f"layers, {-interval} to {interval - 1}"
         )
-    for name, kind in (("layer_types", str), ("mlp_only_layers", int)):
-        value = hf.get(name)
-        is_list = isinstance(value, Sequence) and not isinstance(value, str)
-        if value is not None and not (is_list and all(type(item) is kind for item in value)):
-            yield f"{name} is {value!r}, expected a list of {kind.__name__}"
+    yield from list_problems(hf, "layer_types", str)
+    yield from list_problems(hf, "mlp_only_layers", int)
     if not isinstance(hf.get("rope_parameters") or {}, Mapping):
         yield f"rope_parameters is {hf['rope_parameters']!r}, expected an object"
         return

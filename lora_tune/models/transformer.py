@@ -15,17 +15,23 @@ from jax.typing import DTypeLike
 from lora_tune.cache import AttentionCache, Entry
 from lora_tune.hf.table import Row
 from lora_tune.layers.linear import Linear
-from lora_tune.layers.moe import MLP
+from lora_tune.layers.moe import MLP, SparseMoe
 from lora_tune.layers.norms import PlainRMSNorm
 from lora_tune.models.attention import attend, make_attention_cache
 from lora_tune.models.decoder import Family, LayerInputs
-from lora_tune.models.transformer_config import SLIDING, Dialect, TransformerConfig, read_config
+from lora_tune.models.transformer_config import (
+    SLIDING,
+    Dialect,
+    Kind,
+    TransformerConfig,
+    read_config,
+)
 
 
 class Attention(nnx.Module):
     """Grouped-query attention with rope, over all earlier tokens or a window of them."""
 
-    def __init__(self, c: TransformerConfig, kind: str, *, dtype: DTypeLike):
+    def __init__(self, c: TransformerConfig, layer_type: str, *, dtype: DTypeLike):
         n, k, h, d = c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.hidden_size
         linear = functools.partial(Linear, dtype=dtype)
         into = functools.partial(linear, axes=("embed", "heads"), bias=c.qkv_bias)
@@ -37,7 +43,7 @@ class Attention(nnx.Module):
             self.q_norm = PlainRMSNorm(h, eps=c.rms_norm_eps, dtype=dtype)
             self.k_norm = PlainRMSNorm(h, eps=c.rms_norm_eps, dtype=dtype)
         self.config = c
-        self.kind = kind
+        self.layer_type = layer_type
 
     def __call__(
         self, x: jax.Array, inputs: LayerInputs, entry: Entry | None
@@ -48,21 +54,33 @@ class Attention(nnx.Module):
         q, k, v = (p(x).reshape(shape) for p in (self.q_proj, self.k_proj, self.v_proj))
         if c.dialect.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = c.rope(self.kind).turn(inputs, q, k)
-        window = c.sliding_window if self.kind == SLIDING else None
+        q, k = c.rope(self.layer_type).turn(inputs, q, k)
+        window = c.sliding_window if self.layer_type == SLIDING else None
         y, entry = attend(q, k, v, inputs, entry, sliding_window=window)
         return self.o_proj(y.reshape(*x.shape[:2], -1)), entry
 
 
 class Layer(nnx.Module):
-    """Pre-norm residual layer: attention, then the gated MLP."""
+    """Pre-norm residual layer: attention, then a feed-forward."""
 
-    def __init__(self, c: TransformerConfig, kind: str, *, dtype: DTypeLike):
+    def __init__(self, c: TransformerConfig, kind: Kind, *, dtype: DTypeLike):
+        layer_type, sparse = kind
         norm = functools.partial(PlainRMSNorm, c.hidden_size, eps=c.rms_norm_eps, dtype=dtype)
         self.input_layernorm = norm()
-        self.self_attn = Attention(c, kind, dtype=dtype)
+        self.self_attn = Attention(c, layer_type, dtype=dtype)
         self.post_attention_layernorm = norm()
-        self.mlp = MLP(c.hidden_size, c.intermediate_size, bias=c.mlp_bias, dtype=dtype)
+        if sparse:
+            self.mlp = SparseMoe(
+                c.hidden_size,
+                num_experts=c.num_experts,
+                top_k=c.num_experts_per_tok,
+                hidden=c.moe_intermediate_size,
+                shared_hidden=None,
+                normalise=c.norm_topk_prob,
+                dtype=dtype,
+            )
+        else:
+            self.mlp = MLP(c.hidden_size, c.intermediate_size, bias=c.mlp_bias, dtype=dtype)
 
     def __call__(
         self, h: jax.Array, inputs: LayerInputs, entry: Entry | None = None
@@ -74,7 +92,7 @@ class Layer(nnx.Module):
 
 
 def make_cache(
-    c: TransformerConfig, kind: str, *, batch: int, size: int, dtype: DTypeLike
+    c: TransformerConfig, kind: Kind, *, batch: int, size: int, dtype: DTypeLike
 ) -> AttentionCache:
     """An empty cache of a layer for `batch` rows of `size` slots."""
     return make_attention_cache(
@@ -86,6 +104,7 @@ _PROJECTIONS = (
     *(f"self_attn.{side}_proj" for side in ("q", "k", "v", "o")),
     *(f"mlp.{side}_proj" for side in ("gate", "up", "down")),
 )
+_EXPERTS = tuple(f"{side}_proj" for side in ("gate", "up", "down"))
 _NORMS = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
 
 
@@ -100,6 +119,11 @@ def make_family(dialect: Dialect) -> Family:
             *(Row(f"{name}.weight", f"{name}.weight") for name in _NORMS),
             *(Row(f"{name}.kernel", f"{name}.weight", "transpose") for name in _PROJECTIONS),
             *(Row(f"{name}.bias", f"{name}.bias") for name in _PROJECTIONS),
+            Row("mlp.gate.kernel", "mlp.gate.weight", "transpose"),
+            *(
+                Row(f"mlp.experts.{name}.kernel", f"mlp.experts.{{e}}.{name}.weight", "transpose")
+                for name in _EXPERTS
+            ),
         ),
         top_rows=(
             Row("embed_tokens.embedding", "model.embed_tokens.weight"),
@@ -112,4 +136,5 @@ def make_family(dialect: Dialect) -> Family:
                 "rope frequencies, which follow from the configuration",
             ),
         ),
+        not_adaptable=("mlp.gate",),
     )

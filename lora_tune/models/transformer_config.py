@@ -10,10 +10,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from lora_tune.errors import InputError
-from lora_tune.models.fields import has_type_of, unknown_fields, unsupported, value_problems
+from lora_tune.models.fields import (
+    has_type_of,
+    list_problems,
+    sparse_layers,
+    unknown_fields,
+    unsupported,
+    value_problems,
+)
 from lora_tune.models.rope import Rope, completed, make_rope, rope_fields, rope_problems
 
 SLIDING, FULL = "sliding_attention", "full_attention"
+Kind = tuple[str, bool]
+"""(what attention sees, whether the feed-forward is a mixture of experts)."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -26,29 +35,38 @@ class Dialect:
         head sizes follow from the other sizes.
       only: fields that may ask for something the layers do not do -> the values that do not.
       ignored: further fields that do not change what is computed.
+      renamed: fields that go by another name as well -> the one in `defaults`.
       biases: the fields that decide over biases, `attention_bias` and `mlp_bias`, of those there
         are.
       qkv_bias: queries, keys and values always have a bias.
       qk_norm: queries and keys are normalised head by head before they are turned.
       windows: which layers see a window of tokens: `none`; `all`, unless `sliding_window` is null;
-        or with `use_sliding_window`, `late` ones, from `max_window_layers` on.
+        `switched`, all with `use_sliding_window`; `late`, with that those from
+        `max_window_layers` on.
     """
 
     model_type: str
     defaults: Mapping[str, Any]
     only: Mapping[str, Sequence[Any]]
     ignored: Sequence[str] = ()
+    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     biases: Sequence[Literal["attention_bias", "mlp_bias"]] = ()
     qkv_bias: bool = False
     qk_norm: bool = False
-    windows: Literal["none", "all", "late"] = "none"
+    windows: Literal["none", "all", "switched", "late"] = "none"
+
+    @property
+    def routes(self) -> bool:
+        """Whether feed-forwards may be mixtures of experts."""
+        return "num_experts" in self.defaults
 
 
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig:
     """The fields of `config.json` that shape the model, under their own names.
 
-    `layer_types` holds the kind of every layer, `ropes` the rotation of each kind there is.
+    `layer_types` says what attention of every layer sees, `ropes` holds the rotation of each type,
+    `sparse_layers` says which layers have experts; sizes of experts are 0 where there are none.
     """
 
     dialect: Dialect
@@ -65,28 +83,36 @@ class TransformerConfig:
     mlp_bias: bool
     sliding_window: int | None
     layer_types: tuple[str, ...]
+    sparse_layers: tuple[bool, ...]
     ropes: tuple[tuple[str, Rope], ...]
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False
 
-    def layer_kinds(self) -> tuple[str, ...]:
+    def layer_kinds(self) -> tuple[Kind, ...]:
         """The kind of every layer; equal kinds have equal parameter trees."""
-        return self.layer_types
+        return tuple(zip(self.layer_types, self.sparse_layers, strict=True))
 
     @property
     def qkv_bias(self) -> bool:
         """Whether the projections to queries, keys and values have a bias."""
         return self.attention_bias or self.dialect.qkv_bias
 
-    def rope(self, kind: str) -> Rope:
-        """The rotation in layers of a kind."""
-        return dict(self.ropes)[kind]
+    def rope(self, layer_type: str) -> Rope:
+        """The rotation in layers of a type."""
+        return dict(self.ropes)[layer_type]
 
 
+_NO_EXPERTS: Mapping[str, Any] = {"num_experts": 0, "decoder_sparse_step": 1}
 _FOLLOW = ("num_key_value_heads", "head_dim")
 _FIELDS = (*_FOLLOW, "max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters")
 _FIELDS += ("original_max_position_embeddings",)
+_ROUTING = ("mlp_only_layers", "output_router_logits", "router_aux_loss_coef")
 _WINDOWS: Mapping[str, tuple[str, ...]] = {
     "none": (),
     "all": ("sliding_window",),
+    "switched": ("sliding_window", "use_sliding_window"),
     "late": ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
 }
 
@@ -98,9 +124,10 @@ def read_config(dialect: Dialect, hf: Mapping[str, Any]) -> TransformerConfig:
       InputError: naming every field that is unknown, of the wrong type, contradictory, or asks for
         a feature that the layers lack.
     """
+    hf, problems = _renamed(dialect, hf)
     values = {name: hf.get(name, default) for name, default in dialect.defaults.items()}
     sizes = {name: value for name, value in dialect.defaults.items() if name not in _FOLLOW}
-    problems = [
+    problems += [
         *value_problems(values, sizes),
         *unsupported(hf, dialect.only),
         *unknown_fields(hf, _known(dialect)),
@@ -115,8 +142,9 @@ def read_config(dialect: Dialect, hf: Mapping[str, Any]) -> TransformerConfig:
             *_window_problems(dialect, hf, values),
             *_rope_problems(hf, values),
             *_bias_problems(dialect, hf),
+            *list_problems(hf, "mlp_only_layers", int),
         ]
-    problems = problems or list(_size_problems(values))
+    problems = problems or list(_size_problems(dialect, values))
     if problems:
         raise InputError(f"config.json ({dialect.model_type}): " + "; ".join(problems))
     return _make_config(dialect, hf, values)
@@ -129,6 +157,7 @@ def _make_config(
     types = _layer_types(dialect, hf, values["num_hidden_layers"], window)
     most = values["max_position_embeddings"]
     rope = make_rope(_rope(hf, values), values["head_dim"], most)
+    sparse = sparse_layers({**_NO_EXPERTS, **values}, hf.get("mlp_only_layers"))
     fields = {field.name for field in dataclasses.fields(TransformerConfig)}
     return TransformerConfig(
         dialect=dialect,
@@ -137,6 +166,7 @@ def _make_config(
         mlp_bias=bool(hf.get("mlp_bias")),
         sliding_window=window,
         layer_types=types,
+        sparse_layers=sparse,
         ropes=tuple((kind, rope) for kind in sorted(set(types))),
     )
 
@@ -144,7 +174,7 @@ def _make_config(
 def _known(dialect: Dialect) -> set[str]:
     """The fields that this dialect reads, checks, or knows to change nothing."""
     known = {*dialect.defaults, *dialect.only, *dialect.ignored, *dialect.biases, *_FIELDS}
-    return known | {*_WINDOWS[dialect.windows]}
+    return known | {*_WINDOWS[dialect.windows]} | ({*_ROUTING} if dialect.routes else set())
 
 
 def _window(dialect: Dialect, hf: Mapping[str, Any], values: Mapping[str, Any]) -> int | None:
@@ -210,8 +240,21 @@ def _bias_problems(dialect: Dialect, hf: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name} is {hf[name]!r}, expected true or false"
 
 
-def _size_problems(values: Mapping[str, Any]) -> Iterator[str]:
+def _renamed(dialect: Dialect, hf: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The fields under the names of `defaults`, and what is wrong with those of two names."""
+    named = {dialect.renamed.get(name, name): value for name, value in hf.items()}
+    problems = [
+        f"{name} is {hf[name]!r}, but {other} is {hf[other]!r}; leave out one of them"
+        for name, other in dialect.renamed.items()
+        if name in hf and other in hf and hf[name] != hf[other]
+    ]
+    return named, problems
+
+
+def _size_problems(dialect: Dialect, values: Mapping[str, Any]) -> Iterator[str]:
     if values["num_attention_heads"] % values["num_key_value_heads"]:
         yield "num_attention_heads must be a multiple of num_key_value_heads"
     if values["head_dim"] % 2 or values["head_dim"] < 4:
         yield f"head_dim is {values['head_dim']}, expected an even number of at least 4"
+    if dialect.routes and not 0 < values["num_experts_per_tok"] <= values["num_experts"]:
+        yield "num_experts_per_tok must be between 1 and num_experts"

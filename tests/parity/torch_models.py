@@ -56,6 +56,12 @@ TINY_LLAMA: dict[str, Any] = {
 FAMILIES = {
     "qwen3_next": TINY,
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), TINY_LLAMA),
+    "qwen3_moe": {
+        **TINY_LLAMA,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+    },
 }
 ZERO_CENTRED = ("qwen3_next",)
 """Families whose norms scale by 1 + weight."""

@@ -123,6 +123,10 @@ def test_fields_that_change_nothing_pass():
         ("qwen2", {"layer_types": [SLIDING] * 32}, "there is no sliding_window"),
         ("qwen2", {"attention_bias": True}, "attention_bias=True is unknown"),
         ("mistral", {"layer_types": [FULL] * 32}, "layer_types="),
+        ("qwen3_moe", {"num_experts": 4}, "num_experts_per_tok must be between 1 and num_experts"),
+        ("qwen3_moe", {"num_experts": 4, "num_local_experts": 8}, "leave out one of them"),
+        ("qwen3_moe", {"mlp_only_layers": ["a"]}, "mlp_only_layers is ['a']"),
+        ("llama", {"num_experts": 4}, "num_experts=4 is unknown"),
         ("qwen3", {"mlp_bias": True}, "mlp_bias=True is unknown"),
     ],
 )
