@@ -7,6 +7,7 @@ travel to them (`layers.exchange`); the experts themselves never move.
 """
 
 import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -20,18 +21,40 @@ from lora_tune.layers.grouped import permute, sort_by, spread
 from lora_tune.layers.linear import ExpertLinear, Linear
 
 
-class MLP(nnx.Module):
-    """`down(silu(gate(x)) * up(x))`."""
+def gelu_tanh(x: jax.Array) -> jax.Array:
+    """GELU by the approximation with tanh: `gelu_pytorch_tanh` of transformers."""
+    return jax.nn.gelu(x, approximate=True)
 
-    def __init__(self, embed: int, hidden: int, *, dtype: DTypeLike, bias: bool = False):
+
+ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_pytorch_tanh": gelu_tanh,
+}
+"""Activations by the names of transformers."""
+
+
+class MLP(nnx.Module):
+    """`down(activation(gate(x)) * up(x))`."""
+
+    def __init__(
+        self,
+        embed: int,
+        hidden: int,
+        *,
+        dtype: DTypeLike,
+        bias: bool = False,
+        activation: str = "silu",
+    ):
         linear = functools.partial(Linear, dtype=dtype, bias=bias)
         self.gate_proj = linear(embed, hidden, axes=("embed", "mlp"))
         self.up_proj = linear(embed, hidden, axes=("embed", "mlp"))
         self.down_proj = linear(hidden, embed, axes=("mlp", "embed"))
+        self.activation = activation
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps `[..., D]` to `[..., D]`."""
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        activate = ACTIVATIONS[self.activation]
+        return self.down_proj(activate(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Experts(nnx.Module):

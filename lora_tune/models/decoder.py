@@ -42,6 +42,10 @@ class Config(Protocol):
         ...
 
 
+def _one(config: Any) -> float:
+    return 1.0
+
+
 @dataclasses.dataclass(frozen=True)
 class Family:
     """One model family: how to read its configuration, build a layer and name its tensors.
@@ -54,6 +58,7 @@ class Family:
       make_cache: `(config, kind, batch=, size=, dtype=) -> empty cache` of such a layer.
       layer_rows, top_rows, ignored, layer_prefix: see `lora_tune.hf.table`.
       make_norm: `(features, eps=, dtype=) -> norm` behind the last layer.
+      embedding_scale: `config ->` what embeddings of tokens are multiplied by.
       not_adaptable: layer paths of projections that never carry an adapter, e.g. routers.
       portable_config: a `config.json` -> the same with all that only lora_tune understands spelled
         out for other libraries; exports write it.
@@ -66,6 +71,7 @@ class Family:
     top_rows: Sequence[Row]
     ignored: Sequence[tuple[str, str]]
     make_norm: Callable[..., nnx.Module] = RMSNorm
+    embedding_scale: Callable[[Any], float] = _one
     not_adaptable: Sequence[str] = ()
     layer_prefix: str = "model.layers.{i}."
     portable_config: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
@@ -297,13 +303,16 @@ class Decoder(nnx.Module):
         # float32 means float32 on every backend: elsewhere than on CPU the default is less.
         exact = jnp.dtype(self.options.dtype) == jnp.float32
         with jax.default_matmul_precision("highest") if exact else contextlib.nullcontext():
-            h, layers = self._run_layers(
-                self.embed_tokens(tokens, self.options.dtype), inputs, cache and cache.layers
-            )
+            h, layers = self._run_layers(self._embed(tokens), inputs, cache and cache.layers)
             scored = self._head_outputs(self.norm(h), targets, last)
         if slots is None:
             return scored
         return scored, Cache(layers, slots.segment_ids, slots.index + tokens.shape[1])
+
+    def _embed(self, tokens: jax.Array) -> jax.Array:  # [B, T] -> [B, T, D]
+        h = self.embed_tokens(tokens, self.options.dtype)
+        scale = self.family.embedding_scale(self.config)
+        return h if scale == 1.0 else h * jnp.asarray(scale, h.dtype)
 
     def _head_outputs(
         self, h: jax.Array, targets: jax.Array | None, last: jax.Array | None

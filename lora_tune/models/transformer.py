@@ -16,7 +16,7 @@ from lora_tune.cache import AttentionCache, Entry
 from lora_tune.hf.table import Row
 from lora_tune.layers.linear import Linear
 from lora_tune.layers.moe import MLP, SparseMoe
-from lora_tune.layers.norms import PlainRMSNorm
+from lora_tune.layers.norms import PlainRMSNorm, RMSNorm
 from lora_tune.models.attention import attend, make_attention_cache
 from lora_tune.models.decoder import Family, LayerInputs
 from lora_tune.models.transformer_config import (
@@ -26,6 +26,11 @@ from lora_tune.models.transformer_config import (
     TransformerConfig,
     read_config,
 )
+
+
+def norm_of(dialect: Dialect) -> type[PlainRMSNorm] | type[RMSNorm]:
+    """The norm of a family's layers."""
+    return RMSNorm if dialect.zero_centred else PlainRMSNorm
 
 
 class Attention(nnx.Module):
@@ -40,8 +45,9 @@ class Attention(nnx.Module):
         self.v_proj = into(d, k * h)
         self.o_proj = linear(n * h, d, axes=("heads", "embed"), bias=c.attention_bias)
         if c.dialect.qk_norm:
-            self.q_norm = PlainRMSNorm(h, eps=c.rms_norm_eps, dtype=dtype)
-            self.k_norm = PlainRMSNorm(h, eps=c.rms_norm_eps, dtype=dtype)
+            norm = norm_of(c.dialect)
+            self.q_norm = norm(h, eps=c.rms_norm_eps, dtype=dtype)
+            self.k_norm = norm(h, eps=c.rms_norm_eps, dtype=dtype)
         self.config = c
         self.layer_type = layer_type
 
@@ -56,19 +62,28 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = c.rope(self.layer_type).turn(inputs, q, k)
         window = c.sliding_window if self.layer_type == SLIDING else None
-        y, entry = attend(q, k, v, inputs, entry, sliding_window=window)
+        y, entry = attend(q, k, v, inputs, entry, scale=c.attention_scale, sliding_window=window)
         return self.o_proj(y.reshape(*x.shape[:2], -1)), entry
 
 
 class Layer(nnx.Module):
-    """Pre-norm residual layer: attention, then a feed-forward."""
+    """Residual layer: attention, then a feed-forward, with norms before and maybe behind them.
+
+    As in transformers, `post_attention_layernorm` is before the feed-forward where there are two
+    norms, and behind attention where there are four.
+    """
 
     def __init__(self, c: TransformerConfig, kind: Kind, *, dtype: DTypeLike):
         layer_type, sparse = kind
-        norm = functools.partial(PlainRMSNorm, c.hidden_size, eps=c.rms_norm_eps, dtype=dtype)
+        norm_type = norm_of(c.dialect)
+        norm = functools.partial(norm_type, c.hidden_size, eps=c.rms_norm_eps, dtype=dtype)
         self.input_layernorm = norm()
         self.self_attn = Attention(c, layer_type, dtype=dtype)
         self.post_attention_layernorm = norm()
+        self.sandwiched = c.dialect.sandwiched
+        if self.sandwiched:
+            self.pre_feedforward_layernorm = norm()
+            self.post_feedforward_layernorm = norm()
         if sparse:
             self.mlp = SparseMoe(
                 c.hidden_size,
@@ -80,15 +95,25 @@ class Layer(nnx.Module):
                 dtype=dtype,
             )
         else:
-            self.mlp = MLP(c.hidden_size, c.intermediate_size, bias=c.mlp_bias, dtype=dtype)
+            self.mlp = MLP(
+                c.hidden_size,
+                c.intermediate_size,
+                bias=c.mlp_bias,
+                activation=c.dialect.activation,
+                dtype=dtype,
+            )
 
     def __call__(
         self, h: jax.Array, inputs: LayerInputs, entry: Entry | None = None
     ) -> tuple[jax.Array, Entry | None]:
         """Runs the layer on `[B, T, D]`."""
         mixed, entry = self.self_attn(self.input_layernorm(h), inputs, entry)
-        h = h + mixed
-        return h + self.mlp(self.post_attention_layernorm(h)), entry
+        if not self.sandwiched:
+            h = h + mixed
+            return h + self.mlp(self.post_attention_layernorm(h)), entry
+        h = h + self.post_attention_layernorm(mixed)
+        fed = self.mlp(self.pre_feedforward_layernorm(h))
+        return h + self.post_feedforward_layernorm(fed), entry
 
 
 def make_cache(
@@ -100,12 +125,20 @@ def make_cache(
     )
 
 
+def _embedding_scale(c: TransformerConfig) -> float:
+    return c.hidden_size**0.5 if c.dialect.scaled_embeddings else 1.0
+
+
 _PROJECTIONS = (
     *(f"self_attn.{side}_proj" for side in ("q", "k", "v", "o")),
     *(f"mlp.{side}_proj" for side in ("gate", "up", "down")),
 )
 _EXPERTS = tuple(f"{side}_proj" for side in ("gate", "up", "down"))
-_NORMS = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
+_NORMS = (
+    *("input_layernorm", "post_attention_layernorm"),
+    *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    *("self_attn.q_norm", "self_attn.k_norm"),
+)
 
 
 def make_family(dialect: Dialect) -> Family:
@@ -114,7 +147,8 @@ def make_family(dialect: Dialect) -> Family:
         read_config=functools.partial(read_config, dialect),
         make_layer=Layer,
         make_cache=make_cache,
-        make_norm=PlainRMSNorm,
+        make_norm=norm_of(dialect),
+        embedding_scale=_embedding_scale,
         layer_rows=(
             *(Row(f"{name}.weight", f"{name}.weight") for name in _NORMS),
             *(Row(f"{name}.kernel", f"{name}.weight", "transpose") for name in _PROJECTIONS),

@@ -42,7 +42,13 @@ class Dialect:
       qk_norm: queries and keys are normalised head by head before they are turned.
       windows: which layers see a window of tokens: `none`; `all`, unless `sliding_window` is null;
         `switched`, all with `use_sliding_window`; `late`, with that those from
-        `max_window_layers` on.
+        `max_window_layers` on; `cycle`, all but every `sliding_window_pattern`-th.
+      local_theta: the base of rope in layers with a window, where those have a rope of their own;
+        `theta` is that of the others.
+      activation: of the MLP, one of `lora_tune.layers.moe.ACTIVATIONS`.
+      zero_centred: norms scale by 1 + weight.
+      sandwiched: attention and feed-forward have a norm behind them as well.
+      scaled_embeddings: embeddings are multiplied by the root of their width.
     """
 
     model_type: str
@@ -53,7 +59,13 @@ class Dialect:
     biases: Sequence[Literal["attention_bias", "mlp_bias"]] = ()
     qkv_bias: bool = False
     qk_norm: bool = False
-    windows: Literal["none", "all", "switched", "late"] = "none"
+    windows: Literal["none", "all", "switched", "late", "cycle"] = "none"
+    theta: float = 10000.0
+    local_theta: float | None = None
+    activation: str = "silu"
+    zero_centred: bool = False
+    sandwiched: bool = False
+    scaled_embeddings: bool = False
 
     @property
     def routes(self) -> bool:
@@ -85,6 +97,7 @@ class TransformerConfig:
     layer_types: tuple[str, ...]
     sparse_layers: tuple[bool, ...]
     ropes: tuple[tuple[str, Rope], ...]
+    query_pre_attn_scalar: int | None = None
     num_experts: int = 0
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
@@ -98,6 +111,11 @@ class TransformerConfig:
     def qkv_bias(self) -> bool:
         """Whether the projections to queries, keys and values have a bias."""
         return self.attention_bias or self.dialect.qkv_bias
+
+    @property
+    def attention_scale(self) -> float:
+        """What the products of queries and keys are multiplied by."""
+        return (self.query_pre_attn_scalar or self.head_dim) ** -0.5
 
     def rope(self, layer_type: str) -> Rope:
         """The rotation in layers of a type."""
@@ -114,6 +132,7 @@ _WINDOWS: Mapping[str, tuple[str, ...]] = {
     "all": ("sliding_window",),
     "switched": ("sliding_window", "use_sliding_window"),
     "late": ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
+    "cycle": ("sliding_window", "sliding_window_pattern", "layer_types"),
 }
 
 
@@ -140,7 +159,7 @@ def read_config(dialect: Dialect, hf: Mapping[str, Any]) -> TransformerConfig:
         problems = [
             *value_problems(values, follow),
             *_window_problems(dialect, hf, values),
-            *_rope_problems(hf, values),
+            *_rope_problems(dialect, hf, values),
             *_bias_problems(dialect, hf),
             *list_problems(hf, "mlp_only_layers", int),
         ]
@@ -153,10 +172,12 @@ def read_config(dialect: Dialect, hf: Mapping[str, Any]) -> TransformerConfig:
 def _make_config(
     dialect: Dialect, hf: Mapping[str, Any], values: dict[str, Any]
 ) -> TransformerConfig:
-    window = _window(dialect, hf, values)
-    types = _layer_types(dialect, hf, values["num_hidden_layers"], window)
+    types, window = _types_and_window(dialect, hf, values)
     most = values["max_position_embeddings"]
-    rope = make_rope(_rope(hf, values), values["head_dim"], most)
+    ropes = {
+        kind: make_rope(rope, values["head_dim"], most)
+        for kind, (_, rope) in _ropes(dialect, hf, values).items()
+    }
     sparse = sparse_layers({**_NO_EXPERTS, **values}, hf.get("mlp_only_layers"))
     fields = {field.name for field in dataclasses.fields(TransformerConfig)}
     return TransformerConfig(
@@ -167,34 +188,32 @@ def _make_config(
         sliding_window=window,
         layer_types=types,
         sparse_layers=sparse,
-        ropes=tuple((kind, rope) for kind in sorted(set(types))),
+        ropes=tuple((kind, ropes[kind]) for kind in sorted(set(types))),
     )
 
 
 def _known(dialect: Dialect) -> set[str]:
     """The fields that this dialect reads, checks, or knows to change nothing."""
     known = {*dialect.defaults, *dialect.only, *dialect.ignored, *dialect.biases, *_FIELDS}
+    known |= {"rope_local_base_freq"} if dialect.local_theta is not None else set()
     return known | {*_WINDOWS[dialect.windows]} | ({*_ROUTING} if dialect.routes else set())
 
 
-def _window(dialect: Dialect, hf: Mapping[str, Any], values: Mapping[str, Any]) -> int | None:
-    """Tokens that a query sees in layers with a window, None where no layer has one."""
-    if dialect.windows == "none" or (
-        dialect.windows == "late" and not values["use_sliding_window"]
-    ):
-        return None
-    return hf.get("sliding_window", 4096)
-
-
-def _layer_types(
-    dialect: Dialect, hf: Mapping[str, Any], layers: int, window: int | None
-) -> tuple[str, ...]:
+def _types_and_window(
+    dialect: Dialect, hf: Mapping[str, Any], values: Mapping[str, Any]
+) -> tuple[tuple[str, ...], int | None]:
+    """The type of every layer, and how many tokens a query sees in those with a window."""
+    layers, window = values["num_hidden_layers"], None
+    if dialect.windows != "none" and values.get("use_sliding_window", True):
+        window = hf.get("sliding_window", 4096)
     if hf.get("layer_types") is not None:
-        return tuple(hf["layer_types"])
-    if window is None:
-        return (FULL,) * layers
+        return tuple(hf["layer_types"]), window
+    if dialect.windows == "cycle":
+        cycle = hf.get("sliding_window_pattern", 6)
+        return tuple(SLIDING if (i + 1) % cycle else FULL for i in range(layers)), window
     first = hf.get("max_window_layers", 28) if dialect.windows == "late" else 0
-    return tuple(SLIDING if i >= first else FULL for i in range(layers))
+    first = layers if window is None else first
+    return tuple(SLIDING if i >= first else FULL for i in range(layers)), window
 
 
 def _window_problems(
@@ -205,33 +224,64 @@ def _window_problems(
         yield f"sliding_window is {window!r}, expected a number of tokens, or null"
     if not has_type_of(first, 1) or first < 0:
         yield f"max_window_layers is {first!r}, expected a number of layers"
-    listed, count = hf.get("layer_types"), values["num_hidden_layers"]
-    if listed is None:
         return
-    if not isinstance(listed, Sequence) or not set(listed) <= {SLIDING, FULL}:
+    cycle = hf.get("sliding_window_pattern", 6)
+    if not has_type_of(cycle, 1) or cycle < 1:
+        yield f"sliding_window_pattern is {cycle!r}, expected a number of layers"
+        return
+    listed, count = hf.get("layer_types"), values["num_hidden_layers"]
+    is_list = isinstance(listed, (list, tuple)) and set(listed) <= {SLIDING, FULL}
+    if listed is not None and not is_list:
         yield f"layer_types is {listed!r}, expected a list of {SLIDING!r} and {FULL!r}"
         return
-    if len(listed) != count:
-        yield f"layer_types lists {len(listed)} layers, num_hidden_layers is {count}"
-    if SLIDING in listed and _window(dialect, hf, values) is None:
-        yield f"layer_types has {SLIDING!r}, but there is no sliding_window (use_sliding_window)"
+    types, window = _types_and_window(dialect, hf, values)
+    if len(types) != count:
+        yield f"layer_types lists {len(types)} layers, num_hidden_layers is {count}"
+    if SLIDING in types and window is None:
+        off = "sliding_window is null"
+        if "use_sliding_window" in values:
+            off = "there is no sliding_window (use_sliding_window)"
+        yield f"layers are of type {SLIDING!r}, but {off}"
 
 
-def _rope(hf: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """All rope fields; `rope_theta` used to stand at the top, `rope_type` to be called `type`."""
-    return completed(
-        rope_fields(hf),
-        hf,
-        rope_theta=hf.get("rope_theta", 10000.0),
-        max_position_embeddings=values["max_position_embeddings"],
-    )
+def _ropes(
+    dialect: Dialect, hf: Mapping[str, Any], values: Mapping[str, Any]
+) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Layer type -> where its rope fields stand, and all of them.
+
+    `rope_theta` used to stand at the top, `rope_type` to be called `type`.
+    """
+    most = {"max_position_embeddings": values["max_position_embeddings"]}
+    theta = hf.get("rope_theta", dialect.theta)
+    if dialect.local_theta is None:
+        one = completed(rope_fields(hf), hf, rope_theta=theta, **most)
+        return dict.fromkeys((FULL, SLIDING), ("rope_parameters", one))
+    fields = hf.get("rope_parameters") or {}
+    full = {**(fields.get(FULL) or {}), **(hf.get("rope_scaling") or {})}
+    local = hf.get("rope_local_base_freq", dialect.local_theta)
+    return {
+        FULL: (f"rope_parameters.{FULL}", completed(full, hf, rope_theta=theta, **most)),
+        SLIDING: (
+            f"rope_parameters.{SLIDING}",
+            completed(fields.get(SLIDING) or {}, hf, rope_theta=local, **most),
+        ),
+    }
 
 
-def _rope_problems(hf: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
-    if not isinstance(rope_fields(hf), Mapping):
-        yield f"rope_parameters is {rope_fields(hf)!r}, expected an object"
-        return
-    yield from rope_problems(_rope(hf, values), "rope_parameters")
+def _rope_problems(
+    dialect: Dialect, hf: Mapping[str, Any], values: Mapping[str, Any]
+) -> Iterator[str]:
+    nested, fields = dialect.local_theta is not None, hf.get("rope_parameters") or {}
+    objects = {name: hf.get(name) or {} for name in ("rope_parameters", "rope_scaling")}
+    if nested and isinstance(fields, Mapping):
+        objects |= {f"rope_parameters.{kind}": fields.get(kind) or {} for kind in (FULL, SLIDING)}
+        odd = {name: value for name, value in fields.items() if name not in (FULL, SLIDING)}
+        yield from (f"rope_parameters.{n}={v!r} is unknown to this family" for n, v in odd.items())
+    wrong = {name: value for name, value in objects.items() if not isinstance(value, Mapping)}
+    yield from (f"{name} is {value!r}, expected an object" for name, value in wrong.items())
+    if not wrong:
+        for where, rope in dict(_ropes(dialect, hf, values).values()).items():
+            yield from rope_problems(rope, where)
 
 
 def _bias_problems(dialect: Dialect, hf: Mapping[str, Any]) -> Iterator[str]:

@@ -70,6 +70,27 @@ class Row:
 
 
 FAMILIES = {
+    "gemma3_text": Row(
+        {
+            "cycle of two and a rest, five layers": {
+                "num_hidden_layers": 5,
+                "sliding_window_pattern": 2,
+                "sliding_window": 6,
+                "query_pre_attn_scalar": 20,
+                "tie_word_embeddings": False,
+            },
+            "tied, biases, window longer than the text, ropes by type": {
+                "attention_bias": True,
+                "tie_word_embeddings": True,
+                "sliding_window": 400,
+                "layer_types": ["full_attention", "sliding_attention"] * 2,
+                "rope_parameters": {
+                    "full_attention": {**ROPES["linear"], "rope_theta": 700.0},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 30.0},
+                },
+            },
+        }
+    ),
     "llama": Row(
         {
             "biases": {"attention_bias": True, "mlp_bias": True},

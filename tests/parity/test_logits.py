@@ -111,6 +111,15 @@ def test_layouts_and_left_padding(checkpoints, family, layout):
     [
         ("qwen3_next", {"rope_theta": 100.0, "partial_rotary_factor": 0.5}),
         (
+            "gemma3_text",
+            {
+                "layer_types": ["sliding_attention", "full_attention"],
+                "rope_theta": 100.0,
+                "rope_local_base_freq": 20.0,
+                "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            },
+        ),
+        (
             "llama",
             {
                 "max_position_embeddings": 24,

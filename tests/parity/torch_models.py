@@ -55,7 +55,7 @@ TINY_LLAMA: dict[str, Any] = {
 }
 FAMILIES = {
     "qwen3_next": TINY,
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), TINY_LLAMA),
+    **dict.fromkeys(("gemma3_text", "llama", "mistral", "qwen2", "qwen3"), TINY_LLAMA),
     "qwen3_moe": {
         **TINY_LLAMA,
         "num_experts": 6,
@@ -63,7 +63,7 @@ FAMILIES = {
         "moe_intermediate_size": 12,
     },
 }
-ZERO_CENTRED = ("qwen3_next",)
+ZERO_CENTRED = ("gemma3_text", "qwen3_next")
 """Families whose norms scale by 1 + weight."""
 
 

@@ -72,6 +72,18 @@ def test_windows():
     assert (set(config.layer_types), config.sliding_window) == ({SLIDING}, 4096)
 
 
+def test_gemma3_has_a_cycle_and_a_rope_for_each_type():
+    config = read("gemma3_text", num_hidden_layers=8, sliding_window=512, head_dim=8)
+    assert config.layer_types == (SLIDING,) * 5 + (FULL,) + (SLIDING,) * 2
+    assert (config.rope(FULL).theta, config.rope(SLIDING).theta) == (1e6, 1e4)
+    assert config.attention_scale == 1 / 16  # 256 ** -0.5, whatever the heads' width
+    older = {"rope_theta": 9.0, "rope_local_base_freq": 7.0, "rope_scaling": None}
+    config = read("gemma3_text", **older | {"rope_scaling": {"type": "linear", "factor": 8.0}})
+    assert (config.rope(FULL).theta, config.rope(SLIDING).theta) == (9.0, 7.0)
+    assert config.rope(FULL).rope_type == "linear"
+    assert config.rope(SLIDING).rope_type == "default"
+
+
 def test_fields_that_change_nothing_pass():
     read(
         "llama",
@@ -101,7 +113,7 @@ def test_fields_that_change_nothing_pass():
         ("llama", {"head_dim": 5}, "head_dim is 5, expected an even number"),
         ("llama", {"head_dim": "a"}, "head_dim is 'a'"),
         ("llama", {"rope_theta": 0}, "rope_theta is 0"),
-        ("llama", {"rope_scaling": 2.0}, "rope_parameters is 2.0"),
+        ("llama", {"rope_scaling": 2.0}, "rope_scaling is 2.0"),
         ("llama", {"rope_scaling": {"type": "longrope"}}, "rope_parameters.rope_type='longrope'"),
         ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
         ("llama", {"rope_scaling": {"mrope_section": [1, 1]}}, "mrope_section=[1, 1] is unknown"),
@@ -118,14 +130,30 @@ def test_fields_that_change_nothing_pass():
         ("qwen2", {"use_sliding_window": "yes"}, "use_sliding_window is 'yes'"),
         ("qwen2", {"sliding_window": 0}, "sliding_window is 0"),
         ("qwen2", {"max_window_layers": -1}, "max_window_layers is -1"),
+        (
+            "qwen2",
+            {"max_window_layers": "3", "use_sliding_window": True},
+            "max_window_layers is '3'",
+        ),
         ("qwen2", {"layer_types": ["chunked_attention"]}, "layer_types is ['chunked_attention']"),
         ("qwen2", {"layer_types": [FULL]}, "layer_types lists 1 layers"),
-        ("qwen2", {"layer_types": [SLIDING] * 32}, "there is no sliding_window"),
+        ("qwen2", {"layer_types": [SLIDING] * 32}, "no sliding_window (use_sliding_window)"),
         ("qwen2", {"attention_bias": True}, "attention_bias=True is unknown"),
         ("mistral", {"layer_types": [FULL] * 32}, "layer_types="),
         ("qwen3_moe", {"num_experts": 4}, "num_experts_per_tok must be between 1 and num_experts"),
         ("qwen3_moe", {"num_experts": 4, "num_local_experts": 8}, "leave out one of them"),
         ("qwen3_moe", {"mlp_only_layers": ["a"]}, "mlp_only_layers is ['a']"),
+        ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ("gemma3_text", {"sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
+        ("gemma3_text", {"sliding_window": None}, "sliding_window is null"),
+        ("gemma3_text", {"rope_parameters": {"factor": 8}}, "rope_parameters.factor=8 is unknown"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {SLIDING: {"rope_type": "linear"}}},
+            "rope_parameters.sliding_attention.factor is missing",
+        ),
+        ("gemma3_text", {"rope_parameters": {FULL: 3}}, "rope_parameters.full_attention is 3"),
         ("llama", {"num_experts": 4}, "num_experts=4 is unknown"),
         ("qwen3", {"mlp_bias": True}, "mlp_bias=True is unknown"),
     ],
