@@ -24,7 +24,7 @@ from lora_tune.generation.sampling import Sampling
 from lora_tune.generation.text import decode as decode_text
 from lora_tune.hf import peft, save
 from lora_tune.hf.folder import check_replaceable, check_writable, replace_file
-from lora_tune.hf.load import ignored_tensors
+from lora_tune.hf.load import ignored_tensors, stored_names
 from lora_tune.hf.table import bind
 from lora_tune.lora.inject import AdapterRow, adapter_table, b_norms
 from lora_tune.models.decoder import Decoder
@@ -276,6 +276,7 @@ class _Run:
                 merged,
                 dtype=jnp.dtype(dtype),
                 carried=ignored_tensors(base, self.family) if pretrained else (),
+                stored=stored_names(base, self.family) if pretrained else None,
             )
         elif recipe.save.adapter:
             adapter = self.run_dir / "adapter"

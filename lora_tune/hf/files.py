@@ -11,7 +11,7 @@ import json
 import math
 import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -34,9 +34,13 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """One tensor of a safetensors file: where it lies and what it is."""
+    """One tensor of a safetensors file: where it lies and what it is.
+
+    `name` is what the table calls it, `stored` what the file does.
+    """
 
     name: str
+    stored: str
     file: Path
     dtype: str
     shape: tuple[int, ...]
@@ -46,7 +50,7 @@ class Tensor:
     @property
     def where(self) -> str:
         """File and name, for messages."""
-        return f"{self.file}: tensor {self.name!r}"
+        return f"{self.file}: tensor {self.stored!r}"
 
     def bytes(self) -> np.ndarray:
         """All bytes of the tensor, memory-mapped: uint8 `[nbytes]`."""
@@ -89,8 +93,12 @@ class Checkpoint:
     index: Mapping[str, Any] | None
 
 
-def open_checkpoint(folder: Path) -> Checkpoint:
+def open_checkpoint(folder: Path, renamed: Sequence[tuple[str, str]] = ()) -> Checkpoint:
     """Reads the headers of a model folder: one `model.safetensors`, or shards with an index.
+
+    Args:
+      folder: the folder.
+      renamed: (start of a stored name, what stands there instead in `Tensor.name`).
 
     Raises:
       InputError: no weights, a broken or lying header, an index that leaves the folder or names
@@ -104,16 +112,29 @@ def open_checkpoint(folder: Path) -> Checkpoint:
             problems.append(f"{folder / INDEX} names {name}, which is not in the folder")
             continue
         tensors, metadata[name] = read_header(folder / name)
-        files[name] = tuple(tensors)
+        files[name] = tuple(_rename(tensor, renamed) for tensor in tensors)
     found: dict[str, Tensor] = {}
     for tensor in (tensor for tensors in files.values() for tensor in tensors):
         if tensor.name in found:
-            problems.append(f"{tensor.where} is also in {found[tensor.name].file.name}")
+            other = found[tensor.name]
+            problems.append(f"{tensor.where} is also in {other.file.name}{_as(other, tensor)}")
         found[tensor.name] = tensor
     if index is not None:
-        problems += _index_problems(folder, index["weight_map"], found)
+        stored = {tensor.stored: tensor for tensor in found.values()}
+        problems += _index_problems(folder, index["weight_map"], stored)
     raise_listed(f"{folder}: damaged checkpoint", problems)
     return Checkpoint(folder, found, files, metadata, index)
+
+
+def _rename(tensor: Tensor, renamed: Sequence[tuple[str, str]]) -> Tensor:
+    for start, instead in renamed:
+        if tensor.stored.startswith(start):
+            return dataclasses.replace(tensor, name=instead + tensor.stored.removeprefix(start))
+    return tensor
+
+
+def _as(other: Tensor, tensor: Tensor) -> str:
+    return "" if other.stored == tensor.stored else f" as {other.stored!r}"
 
 
 def read_header(path: Path) -> tuple[list[Tensor], dict[str, str]]:
@@ -136,6 +157,7 @@ def read_header(path: Path) -> tuple[list[Tensor], dict[str, str]]:
     metadata = header.pop("__metadata__", {})
     tensors = [
         Tensor(
+            name,
             name,
             path,
             entry["dtype"],

@@ -51,7 +51,7 @@ def load_params(
         all named at once; a tensor with a NaN or an infinity.
     """
     leaves = bind(family, model)
-    checkpoint = open_checkpoint(FilePath(folder))
+    checkpoint = open_checkpoint(FilePath(folder), family.renamed)
     check_tensors(checkpoint, leaves, family)
     variables = base_params(model)
     shardings = shardings or {}
@@ -84,13 +84,19 @@ def check_tensors(checkpoint: Checkpoint, leaves: Sequence[Leaf], family: Family
         elif name == head:
             problems += _tied_problems(tensor, present.get(embedding))
         elif not _is_ignored(name, family):
-            problems.append(f"{name} in {tensor.file.name} is unknown to this model")
+            problems.append(f"{tensor.stored} in {tensor.file.name} is unknown to this model")
     raise_listed(f"{checkpoint.folder}: the checkpoint does not fit the model", problems)
+
+
+def stored_names(folder: FilePath | str, family: Family) -> dict[str, str]:
+    """The table's name of every tensor of a checkpoint -> its name in the files."""
+    checkpoint = open_checkpoint(FilePath(folder), family.renamed)
+    return {name: tensor.stored for name, tensor in checkpoint.tensors.items()}
 
 
 def ignored_tensors(folder: FilePath | str, family: Family) -> list[Tensor]:
     """The tensors of a checkpoint that no model of the family holds, in the order of the files."""
-    checkpoint = open_checkpoint(FilePath(folder))
+    checkpoint = open_checkpoint(FilePath(folder), family.renamed)
     return [
         tensor
         for tensors in checkpoint.files.values()
@@ -132,12 +138,12 @@ def _is_finite(array: np.ndarray) -> bool:
 def _tensor_problems(tensor: Tensor, shape: tuple[int, ...]) -> Iterator[str]:
     if tensor.shape != shape:
         yield (
-            f"{tensor.name} in {tensor.file.name} has shape {list(tensor.shape)}, "
+            f"{tensor.stored} in {tensor.file.name} has shape {list(tensor.shape)}, "
             f"expected {list(shape)}"
         )
     if tensor.dtype not in DTYPES:
         yield (
-            f"{tensor.name} in {tensor.file.name} has type {tensor.dtype}, expected one of "
+            f"{tensor.stored} in {tensor.file.name} has type {tensor.dtype}, expected one of "
             f"{', '.join(DTYPES)} (quantised checkpoints cannot be read)"
         )
 

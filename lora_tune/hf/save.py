@@ -69,7 +69,7 @@ def save_merged(
       InputError: the base does not fit the model, a merged value is not finite, `out_dir` is not
         ours to replace, or the disk is full (nothing is left behind).
     """
-    base = open_checkpoint(FilePath(base_folder))
+    base = open_checkpoint(FilePath(base_folder), family.renamed)
     check_tensors(base, leaves, family)
     changes: dict[str, Cell] = {}
     for adapter in collect_adapters(state, leaves).values():
@@ -96,6 +96,7 @@ def save_full(
     *,
     dtype: DTypeLike | None = None,
     carried: Sequence[Tensor] = (),
+    stored: Mapping[str, str] | None = None,
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
     """Writes every parameter of a model as a new checkpoint.
@@ -109,6 +110,7 @@ def save_full(
       out_dir: folder to write; may be an earlier result, which is then replaced.
       dtype: type of the files, None for that of each array.
       carried: tensors of other checkpoints to copy byte for byte, after ours.
+      stored: name of a tensor in the table -> name to write, where that is another.
       max_shard_bytes: a shard is closed before it would grow beyond this.
 
     Raises:
@@ -121,7 +123,7 @@ def save_full(
     if missing:
         raise ValueError(f"the state lacks {', '.join(missing)}")
     types = [np.dtype(dtype or arrays[leaf.path].dtype) for leaf in leaves]
-    entries = [*_entries(leaves, types), *map(_entry, carried)]
+    entries = [*_entries(leaves, types, stored or {}), *map(_entry, carried)]
     shards = _plan_shards(entries, max_shard_bytes)
     tensors = itertools.chain(
         _all_tensors(leaves, types, arrays), (tensor.bytes() for tensor in carried)
@@ -192,13 +194,15 @@ Entry = tuple[str, str, tuple[int, ...], int]
 
 
 def _entry(tensor: Tensor) -> Entry:
-    return tensor.name, tensor.dtype, tensor.shape, tensor.stop - tensor.start
+    return tensor.stored, tensor.dtype, tensor.shape, tensor.stop - tensor.start
 
 
-def _entries(leaves: Sequence[Leaf], types: Sequence[np.dtype]) -> Iterator[Entry]:
+def _entries(
+    leaves: Sequence[Leaf], types: Sequence[np.dtype], stored: Mapping[str, str]
+) -> Iterator[Entry]:
     for leaf, dtype in zip(leaves, types, strict=True):
         for name in leaf.names.ravel():
-            yield name, CODES[dtype], leaf.hf_shape, nbytes(leaf.hf_shape, dtype)
+            yield stored.get(name, name), CODES[dtype], leaf.hf_shape, nbytes(leaf.hf_shape, dtype)
 
 
 def _plan_shards(entries: Sequence[Entry], most: int) -> dict[str, list[Entry]]:

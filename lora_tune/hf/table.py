@@ -87,7 +87,9 @@ class Family(Protocol):
     """What the table needs to know of a model family.
 
     `ignored` lists (regular expression matched against the whole name, reason) of checkpoint
-    tensors that the model does not hold; a merged export still carries them.
+    tensors that the model does not hold; a merged export still carries them. `renamed` lists
+    (start of a name in the files, what the table has instead), for families whose files name
+    modules otherwise than transformers does.
     """
 
     @property
@@ -103,6 +105,11 @@ class Family(Protocol):
     @property
     def ignored(self) -> Sequence[tuple[str, str]]:
         """(regular expression, reason) of tensors to leave out."""
+        ...
+
+    @property
+    def renamed(self) -> Sequence[tuple[str, str]]:
+        """(start of a name in the files, start of the table's name)."""
         ...
 
     @property

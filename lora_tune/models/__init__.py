@@ -11,6 +11,7 @@ from lora_tune.models.transformer import make_family
 _DIALECTS = (GEMMA3, LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE)
 FAMILIES: Mapping[str, Family] = {
     **{dialect.model_type: make_family(dialect) for dialect in _DIALECTS},
+    **dict.fromkeys(("qwen3_5", "qwen3_5_text"), qwen3_next.QWEN3_5_FAMILY),
     "qwen3_next": qwen3_next.FAMILY,
 }
 """Every family that can be loaded, trained and exported."""

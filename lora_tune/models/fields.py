@@ -61,6 +61,34 @@ def positive(values: Mapping[str, Any], names: Sequence[str]) -> Iterator[str]:
             yield f"{name} is {values[name]!r}, expected a number above 0"
 
 
+_MULTIMODAL = frozenset(
+    {
+        *("text_config", "vision_config", "audio_config", "tie_word_embeddings"),
+        *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
+    }
+)
+"""Fields beside `text_config` that are read here, or that say nothing about text."""
+
+
+def text_fields(hf: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
+    """The fields of the text model of a multimodal `config.json`, and what is wrong around them.
+
+    A `config.json` without `text_config` is that of a text model alone.
+    """
+    if "text_config" not in hf:
+        return hf, []
+    text = hf["text_config"]
+    if not isinstance(text, Mapping):
+        return {}, [f"text_config is {text!r}, expected an object"]
+    shared = {n: hf[n] for n in ("tie_word_embeddings", "quantization_config") if n in hf}
+    problems = [
+        f"{name} is {value!r}, but text_config.{name} is {text[name]!r}; leave out one of them"
+        for name, value in shared.items()
+        if name in text and text[name] != value
+    ]
+    return {**shared, **text}, [*problems, *unknown_fields(hf, {*_MULTIMODAL, *shared})]
+
+
 def sparse_layers(values: Mapping[str, Any], dense: Sequence[int] | None) -> tuple[bool, ...]:
     """Which layers have experts: every `decoder_sparse_step`-th but those in `mlp_only_layers`."""
     step, none = values["decoder_sparse_step"], values["num_experts"] == 0

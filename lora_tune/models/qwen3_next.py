@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Qwen3-Next: three Gated DeltaNet layers, then one gated full-attention layer; sparse experts.
 
-Names follow `transformers.models.qwen3_next`, so that this file can be read beside it. Shapes:
+Qwen3.5 is the same with other projections into linear attention. Names follow
+`transformers.models.qwen3_next` and `qwen3_5`, so that this file can be read beside them. Shapes:
 B batch, T time, D embed, N heads, K key (or kv) heads, V value heads, H head dim.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -22,13 +24,14 @@ from lora_tune.layers.delta_net import gated_delta_rule, recurrent_gated_delta_r
 from lora_tune.layers.linear import Linear
 from lora_tune.layers.moe import MLP, SparseMoe
 from lora_tune.layers.norms import GatedRMSNorm, RMSNorm
-from lora_tune.layers.rope import apply_rope, rope_frequencies
 from lora_tune.layers.weights import ONES, Initialiser, uniform, weight
 from lora_tune.models.attention import attend, make_attention_cache
 from lora_tune.models.decoder import Family, LayerInputs
 from lora_tune.models.qwen3_next_config import (
     FULL,
     LINEAR,
+    NEXT,
+    QWEN3_5,
     Kind,
     Qwen3NextConfig,
     portable_config,
@@ -45,8 +48,14 @@ class GatedDeltaNet(nnx.Module):
         value_dim = c.linear_num_value_heads * c.linear_value_head_dim
         d, heads = c.hidden_size, c.linear_num_value_heads
         into, out_of = ("embed", "heads"), ("heads", "embed")
-        self.in_proj_qkvz = Linear(d, 2 * key_dim + 2 * value_dim, axes=into, dtype=dtype)
-        self.in_proj_ba = Linear(d, 2 * heads, axes=("embed", "per_head"), dtype=dtype)
+        rate = functools.partial(Linear, d, axes=("embed", "per_head"), dtype=dtype)
+        if c.dialect.separate:
+            self.in_proj_qkv = Linear(d, 2 * key_dim + value_dim, axes=into, dtype=dtype)
+            self.in_proj_z = Linear(d, value_dim, axes=into, dtype=dtype)
+            self.in_proj_b, self.in_proj_a = rate(heads), rate(heads)
+        else:
+            self.in_proj_qkvz = Linear(d, 2 * key_dim + 2 * value_dim, axes=into, dtype=dtype)
+            self.in_proj_ba = rate(2 * heads)
         self.conv1d = Conv(c.linear_conv_kernel_dim, 2 * key_dim + value_dim, dtype)
         rates = Initialiser("log_uniform", 16.0)
         self.A_log = weight((heads,), dtype, axes=(None,), init=rates)
@@ -59,8 +68,7 @@ class GatedDeltaNet(nnx.Module):
         self, x: jax.Array, inputs: LayerInputs, entry: Entry | None
     ) -> tuple[jax.Array, Entry | None]:
         """Mixes `[B, T, D]` over time."""
-        packed = self.in_proj_qkvz(x)
-        b, a = self._split_ba(self.in_proj_ba(x))
+        packed, b, a = self._project(x)
         rate = jnp.exp(self.A_log[...].astype(jnp.float32))[None, None, :]
         step = jax.nn.softplus(
             a.astype(jnp.float32) + self.dt_bias[...].astype(jnp.float32)[None, None, :]
@@ -71,6 +79,18 @@ class GatedDeltaNet(nnx.Module):
         else:
             y, entry = self._mix_cached(packed, g, beta, inputs, entry)
         return self.out_proj(checkpoint_name(y, MIXED)), entry
+
+    def _project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Packed `[q, k, values, gates]` by key head, and both rates `[B, T, V]`."""
+        c = self.config
+        if not c.dialect.separate:
+            return self.in_proj_qkvz(x), *self._split_ba(self.in_proj_ba(x))
+        keys = c.linear_num_key_heads
+        ends = [keys * c.linear_key_head_dim * i for i in (1, 2)]
+        parts = [*jnp.split(self.in_proj_qkv(x), ends, axis=-1), self.in_proj_z(x)]
+        by_head = [part.reshape(*x.shape[:2], keys, -1) for part in parts]
+        packed = jnp.concatenate(by_head, axis=-1).reshape(*x.shape[:2], -1)
+        return packed, self.in_proj_b(x), self.in_proj_a(x)
 
     def _mix(self, packed: jax.Array, g: jax.Array, beta: jax.Array, inputs: LayerInputs):
         c = self.config
@@ -198,9 +218,7 @@ class Attention(nnx.Module):
         q, gate = jnp.split(query_gate, 2, axis=-1)
         k = self.k_proj(x).reshape(*lead, c.num_key_value_heads, c.head_dim)
         v = self.v_proj(x).reshape(*lead, c.num_key_value_heads, c.head_dim)
-        frequencies = rope_frequencies(int(c.head_dim * c.partial_rotary_factor), c.rope_theta)
-        q = apply_rope(self.q_norm(q), inputs.positions, frequencies)
-        k = apply_rope(self.k_norm(k), inputs.positions, frequencies)
+        q, k = c.rope.turn(inputs, self.q_norm(q), self.k_norm(k))
         y, entry = attend(q, k, v, inputs, entry)
         return self.o_proj((y * jax.nn.sigmoid(gate)).reshape(*lead, -1)), entry
 
@@ -272,14 +290,16 @@ def _plain(name: str) -> Row:
 
 _MLP = ("gate_proj", "up_proj", "down_proj")
 
+_IN = ("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+
 FAMILY = Family(
-    read_config=read_config,
+    read_config=functools.partial(read_config, NEXT),
     make_layer=Layer,
     make_cache=make_cache,
     layer_rows=(
         _plain("input_layernorm.weight"),
         _plain("post_attention_layernorm.weight"),
-        *(_projection(f"linear_attn.{n}") for n in ("in_proj_qkvz", "in_proj_ba", "out_proj")),
+        *(_projection(f"linear_attn.{n}") for n in (*_IN, "out_proj")),
         Row("linear_attn.conv1d.kernel", "linear_attn.conv1d.weight", "conv"),
         *(_plain(f"linear_attn.{name}") for name in ("A_log", "dt_bias", "norm.weight")),
         *(_projection(f"self_attn.{n}") for n in ("q_proj", "k_proj", "v_proj", "o_proj")),
@@ -298,4 +318,14 @@ FAMILY = Family(
     ignored=((r"mtp\..*", "multi-token prediction heads, which fine-tuning does not use"),),
     not_adaptable=("mlp.gate",),
     portable_config=portable_config,
+)
+QWEN3_5_FAMILY = dataclasses.replace(
+    FAMILY,
+    read_config=functools.partial(read_config, QWEN3_5),
+    ignored=(
+        *FAMILY.ignored,
+        (r"model\.visual\..*", "the vision tower, which text does not pass through"),
+    ),
+    renamed=(("model.language_model.", "model."),),
+    portable_config=dict,
 )

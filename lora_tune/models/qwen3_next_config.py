@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configuration of Qwen3-Next: `config.json` read, checked, and made fit for others."""
+"""The configuration of Qwen3-Next and Qwen3.5: `config.json` read, checked, made fit for others."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,22 +9,46 @@ from lora_tune.errors import InputError
 from lora_tune.models.fields import (
     has_type_of,
     list_problems,
-    positive,
     sparse_layers,
+    text_fields,
     unknown_fields,
     unsupported,
     value_problems,
 )
+from lora_tune.models.rope import Rope, completed, make_rope, rope_fields, rope_problems
 
 LINEAR, FULL = "linear_attention", "full_attention"
 Kind = tuple[str, bool]
 """(mixer, whether the feed-forward is a mixture of experts)."""
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Dialect:
+    """One family: its fields of `config.json`, and its layers where they are not Qwen3-Next's.
+
+    Attributes:
+      model_type: of the configuration.
+      defaults: what transformers assumes for a size that `config.json` leaves out.
+      fixed: sizes that have no field.
+      others: fields that are read one by one, and those that change nothing.
+      separate: linear attention has a projection for queries, keys and values, one for the gate,
+        and one for each rate, instead of two that are packed by key head.
+      multimodal: the fields may be those of `text_config`.
+    """
+
+    model_type: str
+    defaults: Mapping[str, Any]
+    fixed: Mapping[str, Any]
+    others: Sequence[str]
+    separate: bool = False
+    multimodal: bool = False
+
+
 @dataclasses.dataclass(frozen=True)
 class Qwen3NextConfig:
     """The fields of `config.json` that shape the text model, under their own names."""
 
+    dialect: Dialect
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -34,8 +58,7 @@ class Qwen3NextConfig:
     head_dim: int
     rms_norm_eps: float
     tie_word_embeddings: bool
-    rope_theta: float
-    partial_rotary_factor: float
+    rope: Rope
     linear_conv_kernel_dim: int
     linear_key_head_dim: int
     linear_value_head_dim: int
@@ -54,76 +77,112 @@ class Qwen3NextConfig:
         return tuple(zip(self.layer_types, self.sparse_layers, strict=True))
 
 
-_DEFAULTS: Mapping[str, Any] = {
-    "vocab_size": 151936,
+_COMMON: Mapping[str, Any] = {
     "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "num_hidden_layers": 48,
+    "head_dim": 256,
     "num_attention_heads": 16,
     "num_key_value_heads": 2,
-    "head_dim": 256,
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
+    "max_position_embeddings": 32768,
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
-    "decoder_sparse_step": 1,
+}
+_EXPERTS: Mapping[str, Any] = {
     "moe_intermediate_size": 512,
     "shared_expert_intermediate_size": 512,
     "num_experts_per_tok": 10,
     "num_experts": 512,
-    "norm_topk_prob": True,
 }
-"""What transformers assumes for a field that `config.json` leaves out."""
+_NO_EXPERTS: Mapping[str, Any] = {**dict.fromkeys(_EXPERTS, 0), "norm_topk_prob": True}
+_SHAPE = ("layer_types", "full_attention_interval")
+_ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
+_ROUTING = ("output_router_logits", "router_aux_loss_coef")
+
+NEXT = Dialect(
+    model_type="qwen3_next",
+    defaults={
+        **_COMMON,
+        **_EXPERTS,
+        "vocab_size": 151936,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 48,
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": True,
+    },
+    fixed={},
+    others=(*_SHAPE, *_ROPE, *_ROUTING, "full_attention_layer_offset", "mlp_only_layers"),
+)
+QWEN3_5 = Dialect(
+    model_type="qwen3_5",
+    defaults={
+        **_COMMON,
+        "vocab_size": 248320,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 4,
+    },
+    fixed={**_NO_EXPERTS, "decoder_sparse_step": 1},
+    others=(*_SHAPE, *_ROPE, "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
+    separate=True,
+    multimodal=True,
+)
 
 _ONLY: Mapping[str, Sequence[Any]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False,),
     "attention_dropout": (0, 0.0),
     "quantization_config": (None,),
-    "rope_scaling": (None,),
 }
 """Fields that may ask for something these layers do not do, and the values that do not."""
 
-_OTHERS = (
-    *("layer_types", "full_attention_interval", "full_attention_layer_offset", "mlp_only_layers"),
-    *("rope_parameters", "rope_theta", "partial_rotary_factor", "max_position_embeddings"),
-    *("output_router_logits", "router_aux_loss_coef"),
-)
-"""Fields that are read one by one, and those about training alone."""
+_ONLY_SEPARATE: Mapping[str, Sequence[Any]] = {
+    "attn_output_gate": (True,),
+    "mamba_ssm_dtype": ("float32", None),
+    "mlp_only_layers": ([], None),
+}
+"""The same of Qwen3.5."""
+
+_SECTIONS = ("mrope_section", "mrope_interleaved")
+"""How positions in pictures are spread over a head; those of text are the same in every section."""
 
 
-def read_config(hf: Mapping[str, Any]) -> Qwen3NextConfig:
+def read_config(dialect: Dialect, hf: Mapping[str, Any]) -> Qwen3NextConfig:
     """Reads a Hugging Face `config.json`.
 
     Raises:
-      InputError: naming every field that is of the wrong type, contradictory, or asks for a
-        feature that the layers lack.
+      InputError: naming every field that is unknown, of the wrong type, contradictory, or asks for
+        a feature that the layers lack.
     """
-    values = {name: hf.get(name, default) for name, default in _DEFAULTS.items()}
-    problems = [
-        *value_problems(values, _DEFAULTS),
-        *_shape_problems(hf),
-        *unsupported(hf, _ONLY),
-        *unknown_fields(hf, {*_DEFAULTS, *_ONLY, *_OTHERS}),
+    hf, problems = text_fields(hf) if dialect.multimodal else (hf, [])
+    values = {name: hf.get(name, default) for name, default in dialect.defaults.items()}
+    only = {**_ONLY, **(_ONLY_SEPARATE if dialect.separate else {})}
+    problems += [
+        *value_problems(values, dialect.defaults),
+        *_shape_problems(dialect, hf),
+        *unsupported(hf, only),
+        *unknown_fields(hf, {*dialect.defaults, *only, *dialect.others}),
     ]
     if problems:
-        raise InputError("config.json (qwen3_next): " + "; ".join(problems))
-    rope = _rope(hf)
+        raise InputError(f"config.json ({dialect.model_type}): " + "; ".join(problems))
+    values |= dialect.fixed
+    sizes = {field.name for field in dataclasses.fields(Qwen3NextConfig)} & values.keys()
     config = Qwen3NextConfig(
-        **{name: value for name, value in values.items() if name != "decoder_sparse_step"},
-        rope_theta=float(rope["rope_theta"]),
-        partial_rotary_factor=float(rope["partial_rotary_factor"]),
+        dialect=dialect,
+        **{name: values[name] for name in sizes},
+        rope=make_rope(_rope(dialect, hf), values["head_dim"], values["max_position_embeddings"]),
         sparse_layers=sparse_layers(values, hf.get("mlp_only_layers")),
-        layer_types=_layer_types(hf, values["num_hidden_layers"]),
+        layer_types=_layer_types(dialect, hf, values["num_hidden_layers"]),
     )
     _check_sizes(config)
     return config
 
 
-def _shape_problems(hf: Mapping[str, Any]) -> Iterator[str]:
+def _shape_problems(dialect: Dialect, hf: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with the fields that say which layer is what, and with rope."""
     interval, offset = _cycle(hf)
     if not has_type_of(interval, 1) or interval < 1:
@@ -135,25 +194,26 @@ def _shape_problems(hf: Mapping[str, Any]) -> Iterator[str]:
         )
     yield from list_problems(hf, "layer_types", str)
     yield from list_problems(hf, "mlp_only_layers", int)
-    if not isinstance(hf.get("rope_parameters") or {}, Mapping):
-        yield f"rope_parameters is {hf['rope_parameters']!r}, expected an object"
+    if not isinstance(rope_fields(hf), Mapping):
+        yield f"rope_parameters is {rope_fields(hf)!r}, expected an object"
         return
-    rope = _rope(hf)
-    if rope.get("rope_type", "default") != "default":
-        yield f"rope_parameters.rope_type={rope['rope_type']!r} is not supported"
-    yield from positive(rope, ("rope_theta", "partial_rotary_factor"))
+    ignored = _SECTIONS if dialect.separate else ()
+    rope = _rope(dialect, hf)
+    yield from rope_problems(rope, "rope_parameters", partial=True, ignored=ignored)
 
 
-def _rope(hf: Mapping[str, Any]) -> dict[str, Any]:
+def _rope(dialect: Dialect, hf: Mapping[str, Any]) -> dict[str, Any]:
     """The rope fields; transformers 5 moved them from the top into `rope_parameters`."""
-    top = {
-        "rope_theta": hf.get("rope_theta", 10000.0),
-        "partial_rotary_factor": hf.get("partial_rotary_factor", 0.25),
-    }
-    return top | dict(hf.get("rope_parameters") or {})
+    return completed(
+        rope_fields(hf),
+        hf,
+        rope_theta=hf.get("rope_theta", 10000.0),
+        partial_rotary_factor=hf.get("partial_rotary_factor", 0.25),
+        max_position_embeddings=dialect.defaults["max_position_embeddings"],
+    )
 
 
-def _layer_types(hf: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
+def _layer_types(dialect: Dialect, hf: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
     interval, offset = _cycle(hf)
     place = offset % interval
     by_cycle = tuple(FULL if i % interval == place else LINEAR for i in range(num_layers))
@@ -162,8 +222,8 @@ def _layer_types(hf: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
     listed = tuple(hf["layer_types"])
     if "full_attention_layer_offset" in hf and listed != by_cycle:
         raise InputError(
-            f"config.json (qwen3_next): full_attention_layer_offset is {offset}, but layer_types "
-            "puts full attention elsewhere; leave out one of them"
+            f"config.json ({dialect.model_type}): full_attention_layer_offset is {offset}, but "
+            "layer_types puts full attention elsewhere; leave out one of them"
         )
     return listed
 
@@ -178,11 +238,11 @@ def portable_config(hf: Mapping[str, Any]) -> dict[str, Any]:
     if "full_attention_layer_offset" not in hf:
         return dict(hf)
     rest = {name: value for name, value in hf.items() if name != "full_attention_layer_offset"}
-    return {**rest, "layer_types": list(read_config(hf).layer_types)}
+    return {**rest, "layer_types": list(read_config(NEXT, hf).layer_types)}
 
 
 def _check_sizes(c: Qwen3NextConfig) -> None:
-    rotary_dim = int(c.head_dim * c.partial_rotary_factor)
+    rotary_dim = c.rope.rotary_dim
     rules = [
         (
             len(c.layer_types) == c.num_hidden_layers,
@@ -199,8 +259,8 @@ def _check_sizes(c: Qwen3NextConfig) -> None:
         ),
         (
             rotary_dim > 0 and rotary_dim % 2 == 0,
-            f"head_dim ({c.head_dim}) times partial_rotary_factor ({c.partial_rotary_factor}) is "
-            f"{rotary_dim}, expected an even number above 0",
+            f"head_dim ({c.head_dim}) times partial_rotary_factor is {rotary_dim}, expected an "
+            "even number above 0",
         ),
         (
             c.linear_num_value_heads % c.linear_num_key_heads == 0,
@@ -213,4 +273,4 @@ def _check_sizes(c: Qwen3NextConfig) -> None:
     ]
     problems = [text for holds, text in rules if not holds]
     if problems:
-        raise InputError("config.json (qwen3_next): " + "; ".join(problems))
+        raise InputError(f"config.json ({c.dialect.model_type}): " + "; ".join(problems))

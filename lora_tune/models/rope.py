@@ -5,7 +5,7 @@ Types and their fields are those of `transformers.modeling_rope_utils`.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -143,25 +143,30 @@ def completed(fields: Mapping[str, Any], hf: Mapping[str, Any], **defaults: Any)
     return more | dict(fields)
 
 
-def rope_problems(rope: Mapping[str, Any], where: str, *, partial: bool = False) -> Iterator[str]:
+def rope_problems(
+    rope: Mapping[str, Any], where: str, *, partial: bool = False, ignored: Sequence[str] = ()
+) -> Iterator[str]:
     """What is wrong with `completed` rope fields.
 
     Args:
       rope: the fields.
       where: their name in `config.json`.
       partial: whether the family can turn a part of each head.
+      ignored: further fields that do not change what is computed.
     """
     kind = rope["rope_type"]
     yield from positive(rope, ("rope_theta",))
-    if not partial and rope.get("partial_rotary_factor") not in (None, 1, 1.0):
-        factor = rope["partial_rotary_factor"]
+    factor = rope.get("partial_rotary_factor")
+    if partial and factor is not None:
+        yield from positive(rope, ("partial_rotary_factor",))
+    elif factor not in (None, 1, 1.0):
         yield f"{where}.partial_rotary_factor={factor!r} is not supported (only 1)"
     if kind not in _NEEDED:
         yield f"{where}.rope_type={kind!r} is not supported (only {', '.join(_NEEDED)})"
         return
     needed, optional = _NEEDED[kind], _OPTIONAL.get(kind, {})
     for name, value in rope.items():
-        if value is not None and name not in (*_ALWAYS, *needed, *optional):
+        if value is not None and name not in (*_ALWAYS, *needed, *optional, *ignored):
             yield f"{where}.{name}={value!r} is unknown to rope_type={kind!r}"
     wrong = [f"{where}.{n} is missing (rope_type is {kind!r})" for n in needed if n not in rope]
     wrong += positive(rope, [name for name in needed if name in rope])

@@ -19,6 +19,7 @@ from flax import nnx
 from torch_models import random_tokens, read_theirs, their_logits, write_checkpoint
 
 import lora_tune
+from lora_tune.hf.load import ignored_tensors, stored_names
 from lora_tune.hf.save import save_full
 from lora_tune.hf.table import bind
 
@@ -33,6 +34,7 @@ pytestmark = [
 
 TOLERANCE = 1e-4
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+HYBRID_LINEARS = (*LINEARS, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 ROPES: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 3.0},
     "dynamic": {"rope_type": "dynamic", "factor": 4.0},
@@ -172,6 +174,30 @@ FAMILIES = {
             "all experts, three layers": {"num_experts_per_tok": 6, "num_hidden_layers": 3},
         }
     ),
+    "qwen3_5": Row(
+        {
+            "with a vision tower": {"num_hidden_layers": 5},
+            "tied, two heads a key head, yarn rope": {
+                "num_hidden_layers": 2,
+                "layer_types": ["linear_attention", "full_attention"],
+                "linear_num_value_heads": 2,
+                "tie_word_embeddings": True,
+                **rope("yarn"),
+            },
+        },
+        HYBRID_LINEARS,
+    ),
+    "qwen3_5_text": Row(
+        {
+            "without": {
+                "num_hidden_layers": 4,
+                "linear_num_value_heads": 8,
+                "linear_value_head_dim": 8,
+                "num_key_value_heads": 1,
+            },
+        },
+        HYBRID_LINEARS,
+    ),
 }
 WHOLE = [(family, next(iter(row.shapes))) for family, row in FAMILIES.items()]
 REST = [(f, name) for f, row in FAMILIES.items() for name in row.shapes if (f, name) not in WHOLE]
@@ -273,7 +299,15 @@ def test_import_then_export_is_exact(ours, whole, tmp_path):
 
 def assert_exact_export(model: Any, checkpoint: Checkpoint, folder: Path) -> None:
     leaves = bind(model.family, model)
-    save_full(nnx.state(model), leaves, model.family, checkpoint.folder, folder)
+    save_full(
+        nnx.state(model),
+        leaves,
+        model.family,
+        checkpoint.folder,
+        folder,
+        carried=ignored_tensors(checkpoint.folder, model.family),
+        stored=stored_names(checkpoint.folder, model.family),
+    )
     assert raw_tensors(folder) == raw_tensors(checkpoint.folder)
 
 
@@ -300,23 +334,24 @@ def test_adapter_in_peft_and_merged(whole, tmp_path):
     engine_cases.randomise_b(model, 0.2)
     lora_tune.save_adapter(model, tmp_path / "adapter")
     lora_tune.save_merged(model, tmp_path / "merged")
-    adapted = np.asarray(run(model))
+    logits = np.asarray(run(model))
 
     # A warning, as of missing or unexpected keys, is an error.
     wrapped = peft.PeftModel.from_pretrained(read_theirs(whole.folder), tmp_path / "adapter")
     wanted = alone(wrapped.eval())
     assert np.abs(wanted[0] - whole.logits[0]).max() > 0.1
-    assert_same(adapted, wanted)
-    assert_same(adapted, alone(read_theirs(tmp_path / "merged")))
+    assert_same(logits, wanted)
+    assert_same(logits, alone(read_theirs(tmp_path / "merged")))
     old, new = raw_tensors(whole.folder), raw_tensors(tmp_path / "merged")
-    changed = {name.removesuffix(".weight") for name in old if new[name] != old[name]}
     assert list(new) == list(old)
-    assert changed == {module for module, _, _ in adapted_modules(tmp_path / "adapter")}
+    changed = {name for name in old if new[name] != old[name]}
+    stored = stored_names(whole.folder, model.family)
+    adapted = {stored[f"{name}.weight"] for name in adapted_modules(tmp_path / "adapter")}
+    assert changed == adapted
 
 
-def adapted_modules(folder: Path) -> list[tuple[str, int, int]]:
+def adapted_modules(folder: Path) -> list[str]:
     content = (folder / "adapter_model.safetensors").read_bytes()
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    halves = [name for name in header if name.endswith(".lora_A.weight")]
     start, end = "base_model.model.", ".lora_A.weight"
-    return [(n.removeprefix(start).removesuffix(end), *header[n]["shape"]) for n in halves]
+    return [n.removeprefix(start).removesuffix(end) for n in header if n.endswith(end)]

@@ -53,35 +53,55 @@ TINY_LLAMA: dict[str, Any] = {
     "head_dim": 16,
     "rms_norm_eps": 1e-4,
 }
-FAMILIES = {
+TINY_MOE = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+}
+EXPERTS = (*TINY_MOE, "shared_expert_intermediate_size", "mlp_only_layers")
+TINY_DENSE_HYBRID = {name: value for name, value in TINY.items() if name not in EXPERTS}
+VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+    "patch_size": 4,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": TINY,
     **dict.fromkeys(("gemma3_text", "llama", "mistral", "qwen2", "qwen3"), TINY_LLAMA),
-    "qwen3_moe": {
-        **TINY_LLAMA,
-        "num_experts": 6,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 12,
-    },
+    "qwen3_moe": TINY_LLAMA | TINY_MOE,
+    "qwen3_5_text": TINY_DENSE_HYBRID,
+    "qwen3_5": {"text_config": TINY_DENSE_HYBRID, "vision_config": VISION},
 }
-ZERO_CENTRED = ("gemma3_text", "qwen3_next")
-"""Families whose norms scale by 1 + weight."""
+ZERO_CENTRED = ("gemma3", "qwen3_next", "qwen3_5")
+"""How the names of families begin whose norms scale by 1 + weight."""
 
 
 def write_checkpoint(
     folder: Path, *, model_type: str = "qwen3_next", seed: int = 0, **changes: Any
 ) -> Path:
     """A checkpoint in which no weight has the value that training starts from."""
-    config = transformers.AutoConfig.for_model(model_type, **(FAMILIES[model_type] | changes))
-    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    fields = FAMILIES[model_type]
+    made = transformers.AutoModelForCausalLM
+    if "text_config" in fields:
+        made = transformers.AutoModelForImageTextToText
+        fields = fields | {"text_config": fields["text_config"] | changes}
+        changes = {name: changes[name] for name in ("tie_word_embeddings",) if name in changes}
+    config = transformers.AutoConfig.for_model(model_type, **(fields | changes))
+    model = made.from_config(config).float()
     generator = torch.Generator().manual_seed(seed)
+    plain_norms = not model_type.startswith(ZERO_CENTRED)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             drawn = _draw(name, tuple(parameter.shape), generator)
-            plain_norm = model_type not in ZERO_CENTRED and "norm" in name
-            parameter.copy_(1.0 + drawn if plain_norm else drawn)
+            parameter.copy_(1.0 + drawn if plain_norms and "norm" in name else drawn)
         if config.tie_word_embeddings:
             # Rows of the embedding are longer than those of a head: keep the logits around 1.
-            model.model.norm.weight.sub_(0.8)
+            text = getattr(model.model, "language_model", model.model)
+            text.norm.weight.sub_(0.8)
     model.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return folder

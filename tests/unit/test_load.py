@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import dataclasses
 import json
 import shutil
 import struct
@@ -16,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from lora_tune.errors import InputError
 from lora_tune.hf.adapters import flat_arrays
 from lora_tune.hf.files import open_checkpoint
-from lora_tune.hf.load import load_params
+from lora_tune.hf.load import load_params, stored_names
 from lora_tune.hf.table import base_params, hf_state
 
 
@@ -206,6 +207,44 @@ def test_a_tensor_in_two_shards_is_named(folder):
     save_file(extra, shard(folder, both[0]))
     with pytest.raises(InputError, match=r"model\.norm\.weight.* is also in model-"):
         open_checkpoint(folder)
+
+
+@pytest.fixture
+def nested(tmp_path, tensors):
+    """As multimodal checkpoints name their text model."""
+    stored = {n.replace("model.", "model.language_model.", 1): t for n, t in tensors.items()}
+    return write_folder(tmp_path / "nested", stored, shards=3)
+
+
+RENAMING = dataclasses.replace(FAMILY, renamed=(("model.language_model.", "model."),))
+
+
+def test_files_may_have_other_names(nested, tensors):
+    model = tiny()
+    state = load_params(model, RENAMING, nested)
+    assert_same_bytes(exported(model, state), tensors)
+    stored = stored_names(nested, RENAMING)
+    assert stored["model.norm.weight"] == "model.language_model.norm.weight"
+    assert stored["lm_head.weight"] == "lm_head.weight"
+
+
+def test_errors_name_tensors_as_the_files_do(nested):
+    path = nested / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    file = index["weight_map"]["model.language_model.norm.weight"]
+    held = load_file(nested / file)
+    held["model.language_model.norm.weight"] = np.zeros(3, np.float32)
+    held["model.embed_tokens.weight"] = np.zeros(3, np.float32)
+    save_file(held, nested / file)
+    index["weight_map"]["model.embed_tokens.weight"] = file
+    path.write_text(json.dumps(index))
+    with pytest.raises(InputError, match=r"embed_tokens.* is also in .* as 'model\..*embed_tokens"):
+        load_params(tiny(), RENAMING, nested)
+    del held["model.embed_tokens.weight"], index["weight_map"]["model.embed_tokens.weight"]
+    save_file(held, nested / file)
+    path.write_text(json.dumps(index))
+    with pytest.raises(InputError, match=r"model\.language_model\.norm\.weight in .* has shape"):
+        load_params(tiny(), RENAMING, nested)
 
 
 @pytest.mark.parametrize("keep", [0, 4, 100, -1])
