@@ -221,7 +221,7 @@ RENAMING = dataclasses.replace(FAMILY, renamed=(("model.language_model.", "model
 
 def test_files_may_have_other_names(nested, tensors):
     model = tiny()
-    state = load_params(model, RENAMING, nested)
+    state = load_params(model, RENAMING, nested, dtype=jnp.bfloat16)
     assert_same_bytes(exported(model, state), tensors)
     stored = stored_names(nested, RENAMING)
     assert stored["model.norm.weight"] == "model.language_model.norm.weight"
