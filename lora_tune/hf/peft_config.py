@@ -29,6 +29,11 @@ from lora_tune.lora.targets import Target, list_matches, pattern_value
 CONFIG_FILE = "adapter_config.json"
 FUSED_TYPES = frozenset({"qwen2_moe", "qwen3_moe", "qwen3_next"})
 """Model types whose routed experts PEFT fuses when it loads an adapter."""
+TEXT_PART: Mapping[str, str] = {"gemma3": "language_model"}
+"""Model types with projections of the same names elsewhere -> what names of the text model have.
+
+PEFT would put adapters on those of the vision tower too, and find no weights for them.
+"""
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _TAKEN = ("gate", *PROJECTIONS)
 _EXPERT = re.compile(r"(?P<home>.+\.experts)\.(?P<e>\d+)\.(?P<name>[^.]+)")
@@ -73,11 +78,13 @@ def is_taken(module: str, model_type: str) -> bool:
     return model_type in FUSED_TYPES and last in _TAKEN and split_expert(module) is None
 
 
-def cover(selected: Iterable[str], universe: Iterable[str], *, least: int = 1) -> list[str]:
+def cover(
+    selected: Iterable[str], universe: Iterable[str], *, least: int = 1, part: str | None = None
+) -> list[str]:
     """The shortest name endings that match all of `selected` and nothing else of `universe`.
 
-    Endings have at least `least` parts and do not begin with a number. Matching is PEFT's for
-    list items, so a whole name always works.
+    Endings have at least `least` parts, that called `part` among them if there is one, and do not
+    begin with a number. Matching is PEFT's for list items, so a whole name always works.
     """
     chosen = set(selected)
     exact: dict[str, bool] = {}
@@ -88,6 +95,7 @@ def cover(selected: Iterable[str], universe: Iterable[str], *, least: int = 1) -
     for name in chosen:
         endings = [e for e in _endings(name) if exact[e]]
         usable = [e for e in endings if not e[0].isdigit() and e.count(".") + 1 >= least]
+        usable = [e for e in usable if part is None or part in e.split(".")]
         found.add(usable[0] if usable else name)
     return sorted(found)
 
@@ -280,7 +288,7 @@ def _targets(written: Written) -> tuple[list[str], list[str]]:
     taken = [name for name in written.modules if is_taken(name, model_type)]
     routed = [name for name in written.modules if split_expert(name)]
     plain = [n for n in written.modules if not is_taken(n, model_type) and not split_expert(n)]
-    modules = cover(plain, written.universe)
+    modules = cover(plain, written.universe, part=TEXT_PART.get(model_type))
     others = [name for name in written.universe if is_taken(name, model_type)]
     parameters = [f"{ending}.weight" for ending in cover(taken, others, least=2)]
     if routed and _all_routed(written):

@@ -4,6 +4,8 @@
 Values are those of the configuration classes of transformers 5.24.
 """
 
+import dataclasses
+
 from lora_tune.models.transformer_config import Dialect
 
 _COMMON = {
@@ -85,7 +87,7 @@ QWEN3_MOE = Dialect(
     },
     only=_COMMON,
     ignored=("max_window_layers",),
-    renamed={"num_local_experts": "num_experts"},
+    synonyms={"num_local_experts": "num_experts"},
     biases=("attention_bias",),
     qk_norm=True,
     windows="switched",
@@ -123,3 +125,21 @@ GEMMA3 = Dialect(
     sandwiched=True,
     scaled_embeddings=True,
 )
+GEMMA3_MULTIMODAL = dataclasses.replace(
+    GEMMA3,
+    model_type="gemma3",
+    multimodal=True,
+    prefix="model.language_model.",
+    renamed=(
+        ("language_model.model.", "model.language_model."),
+        ("language_model.lm_head.", "lm_head."),
+    ),
+    passed_by=(
+        (
+            r"(model\.)?(vision_tower|multi_modal_projector)\..*",
+            "the vision tower, which text does not pass through",
+        ),
+    ),
+)
+
+ALL = (GEMMA3, GEMMA3_MULTIMODAL, LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE)

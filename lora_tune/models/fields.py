@@ -65,6 +65,7 @@ _MULTIMODAL = frozenset(
     {
         *("text_config", "vision_config", "audio_config", "tie_word_embeddings"),
         *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
+        *("image_token_index", "boi_token_index", "eoi_token_index", "mm_tokens_per_image"),
     }
 )
 """Fields beside `text_config` that are read here, or that say nothing about text."""

@@ -160,15 +160,18 @@ def make_family(dialect: Dialect) -> Family:
             ),
         ),
         top_rows=(
-            Row("embed_tokens.embedding", "model.embed_tokens.weight"),
-            Row("norm.weight", "model.norm.weight"),
+            Row("embed_tokens.embedding", f"{dialect.prefix}embed_tokens.weight"),
+            Row("norm.weight", f"{dialect.prefix}norm.weight"),
             Row("lm_head.kernel", "lm_head.weight", "transpose"),
         ),
         ignored=(
+            *dialect.passed_by,
             (
                 r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
                 "rope frequencies, which follow from the configuration",
             ),
         ),
         not_adaptable=("mlp.gate",),
+        renamed=dialect.renamed,
+        layer_prefix=f"{dialect.prefix}layers.{{i}}.",
     )

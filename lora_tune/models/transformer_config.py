@@ -14,6 +14,7 @@ from lora_tune.models.fields import (
     has_type_of,
     list_problems,
     sparse_layers,
+    text_fields,
     unknown_fields,
     unsupported,
     value_problems,
@@ -35,7 +36,7 @@ class Dialect:
         head sizes follow from the other sizes.
       only: fields that may ask for something the layers do not do -> the values that do not.
       ignored: further fields that do not change what is computed.
-      renamed: fields that go by another name as well -> the one in `defaults`.
+      synonyms: fields that go by another name as well -> the one in `defaults`.
       biases: the fields that decide over biases, `attention_bias` and `mlp_bias`, of those there
         are.
       qkv_bias: queries, keys and values always have a bias.
@@ -49,13 +50,16 @@ class Dialect:
       zero_centred: norms scale by 1 + weight.
       sandwiched: attention and feed-forward have a norm behind them as well.
       scaled_embeddings: embeddings are multiplied by the root of their width.
+      multimodal: the fields are those of `text_config`.
+      prefix: how the names of tensors of the text model begin.
+      renamed, passed_by: see `renamed` and `ignored` of `lora_tune.hf.table`.
     """
 
     model_type: str
     defaults: Mapping[str, Any]
     only: Mapping[str, Sequence[Any]]
     ignored: Sequence[str] = ()
-    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    synonyms: Mapping[str, str] = dataclasses.field(default_factory=dict)
     biases: Sequence[Literal["attention_bias", "mlp_bias"]] = ()
     qkv_bias: bool = False
     qk_norm: bool = False
@@ -66,6 +70,10 @@ class Dialect:
     zero_centred: bool = False
     sandwiched: bool = False
     scaled_embeddings: bool = False
+    multimodal: bool = False
+    prefix: str = "model."
+    renamed: Sequence[tuple[str, str]] = ()
+    passed_by: Sequence[tuple[str, str]] = ()
 
     @property
     def routes(self) -> bool:
@@ -143,10 +151,13 @@ def read_config(dialect: Dialect, hf: Mapping[str, Any]) -> TransformerConfig:
       InputError: naming every field that is unknown, of the wrong type, contradictory, or asks for
         a feature that the layers lack.
     """
-    hf, problems = _renamed(dialect, hf)
+    hf, around = text_fields(hf) if dialect.multimodal else (hf, [])
+    hf, twice = _under_one_name(dialect, hf)
     values = {name: hf.get(name, default) for name, default in dialect.defaults.items()}
     sizes = {name: value for name, value in dialect.defaults.items() if name not in _FOLLOW}
-    problems += [
+    problems = [
+        *around,
+        *twice,
         *value_problems(values, sizes),
         *unsupported(hf, dialect.only),
         *unknown_fields(hf, _known(dialect)),
@@ -290,12 +301,12 @@ def _bias_problems(dialect: Dialect, hf: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name} is {hf[name]!r}, expected true or false"
 
 
-def _renamed(dialect: Dialect, hf: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _under_one_name(dialect: Dialect, hf: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """The fields under the names of `defaults`, and what is wrong with those of two names."""
-    named = {dialect.renamed.get(name, name): value for name, value in hf.items()}
+    named = {dialect.synonyms.get(name, name): value for name, value in hf.items()}
     problems = [
         f"{name} is {hf[name]!r}, but {other} is {hf[other]!r}; leave out one of them"
-        for name, other in dialect.renamed.items()
+        for name, other in dialect.synonyms.items()
         if name in hf and other in hf and hf[name] != hf[other]
     ]
     return named, problems

@@ -93,6 +93,16 @@ FAMILIES = {
             },
         }
     ),
+    "gemma3": Row(
+        {
+            "with a vision tower, tied": {
+                "sliding_window_pattern": 2,
+                "sliding_window": 6,
+                "tie_word_embeddings": True,
+            },
+            "untied": {"num_hidden_layers": 2, "tie_word_embeddings": False},
+        }
+    ),
     "llama": Row(
         {
             "biases": {"attention_bias": True, "mlp_bias": True},

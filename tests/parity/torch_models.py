@@ -69,7 +69,17 @@ VISION = {
     "num_position_embeddings": 16,
     "patch_size": 4,
 }
+SIGLIP = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma3": {"text_config": TINY_LLAMA, "vision_config": SIGLIP},
     "qwen3_next": TINY,
     **dict.fromkeys(("gemma3_text", "llama", "mistral", "qwen2", "qwen3"), TINY_LLAMA),
     "qwen3_moe": TINY_LLAMA | TINY_MOE,

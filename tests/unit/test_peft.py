@@ -112,6 +112,7 @@ def test_cover_is_exact_and_short():
     assert cover(["m.0.a.q", "m.10.a.q"], universe) == ["a.q"]
     assert cover(["m.0.a.q"], universe) == ["m.0.a.q"]
     assert cover(["m.0.a.k", "m.10.a.k"], universe, least=2) == ["a.k"]
+    assert cover(["m.0.a.k", "m.10.a.k"], universe, part="m") == ["m.0.a.k", "m.10.a.k"]
 
 
 @pytest.mark.parametrize("psa", [0, 1])

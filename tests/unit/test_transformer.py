@@ -84,6 +84,14 @@ def test_gemma3_has_a_cycle_and_a_rope_for_each_type():
     assert config.rope(SLIDING).rope_type == "default"
 
 
+def test_a_multimodal_gemma3_says_little():
+    text = {"hidden_size": 64, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+    text |= {"model_type": "gemma3_text", "sliding_window": 1024}
+    config = read("gemma3", text_config=text, vision_config={}, mm_tokens_per_image=256)
+    assert (config.hidden_size, config.sliding_window, config.head_dim) == (64, 1024, 256)
+    assert config.tie_word_embeddings
+
+
 def test_fields_that_change_nothing_pass():
     read(
         "llama",
