@@ -188,7 +188,8 @@ def make_model(recipe: schema.Recipe, source: Source, mesh: Mesh | None) -> Deco
     lora, train = recipe.lora, recipe.train
     abstract = abstract_model(source, decoder_options(recipe))
     if lora is not None:
-        add_lora(abstract, lora.config())  # a misspelt target fails before any weight is read
+        # A misspelt target fails before any weight is read.
+        adapted_stacks(bind(abstract.family, abstract), lora.config())
     seed = train.seed if recipe.model.init == "random" else None
     model = load_weights(abstract, mesh=mesh, random_seed=seed)
     if lora is None:

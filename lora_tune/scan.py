@@ -46,6 +46,9 @@ MIXED = "mixed"
 
 PROJECTED = "projected"
 """`checkpoint_name` of what a projection puts out, its adapter's share included."""
+
+STATES = "states"
+"""`checkpoint_name` of the recurrent states before each chunk of a row."""
 _INPUT = "layer_input"
 _LANES = 128
 
@@ -308,7 +311,7 @@ def _activations(primitive: Any, *_: Any, **__: Any) -> bool:
 
 REMAT: Mapping[str, Callable[..., Any]] = {
     "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.save_only_these_names(PROJECTED, MIXED),
+    "dots": jax.checkpoint_policies.save_only_these_names(PROJECTED, MIXED, STATES),
     "save_attention": jax.checkpoint_policies.save_only_these_names(MIXED),
     "none": _activations,
     "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -319,8 +322,8 @@ REMAT: Mapping[str, Callable[..., Any]] = {
     ),
 }
 """What is kept of each layer for the backward pass, by the recipe's name: its input; also what
-projections put out, but for routed experts, and the mixer's heads; also what the mixer's heads put
-out; everything but weights; its input, on the host.
+projections put out, but for routed experts, the mixer's heads, and its states between chunks; also
+what the mixer's heads put out; everything but weights; its input, on the host.
 """
 
 

@@ -12,7 +12,10 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
+
+from lora_tune.scan import STATES
 
 Body = Callable[[Any, Any, Any, Any], tuple[Any, jax.Array]]
 """`(params, marks, rows, carry) -> (carry, out)` of one chunk."""
@@ -72,6 +75,8 @@ def _keeping(
     frozen = [None if param.perturbed else param.value for param in params]
     given = jax.tree.map(lambda primal: primal.value, (params, marks, rows, carry))
     out, carry, carries = _forward(body, size, *given, keep=True)
+    # A remat policy that keeps them, and the output, spares the layer a second forward scan.
+    carries = checkpoint_name(carries, STATES)
     return (out, carry), (trained, frozen, given[1], given[2], carries)
 
 

@@ -27,7 +27,7 @@ class Model:
     """Type of the base weights and of the computation; adapters are always float32."""
     remat: Literal["full", "dots", "save_attention", "none", "offload"] = "full"
     """What each layer keeps for the backward pass, which recomputes the rest: `full` its input,
-    `dots` also what projections put out, but for routed experts, and the heads of its mixer,
+    `dots` also what projections put out, but for routed experts, and its mixer's heads and states,
     `save_attention` also what the heads of its mixer put out, `none` everything but weights,
     `offload` its input, in the host's memory. See `docs/memory.md`; on a CPU, `dots` is fastest."""
     scan_layers: bool = True
