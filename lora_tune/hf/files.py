@@ -7,6 +7,7 @@ tensor can be copied byte for byte whatever its type.
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import struct
@@ -36,7 +37,8 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 class Tensor:
     """One tensor of a safetensors file: where it lies and what it is.
 
-    `name` is what the table calls it, `stored` what the file does.
+    `name` is what the table calls it, `stored` what the file does. A part of a fused tensor, which
+    is a tensor to the table, is called in both as if it lay in the file on its own.
     """
 
     name: str
@@ -80,8 +82,9 @@ class Checkpoint:
 
     Attributes:
       folder: the folder.
-      tensors: name -> tensor, over all files.
+      tensors: name -> tensor, over all files; parts in place of fused tensors.
       files: file name -> its tensors in the order of the bytes.
+      parts: stored name of a fused tensor -> its parts in the order of the bytes.
       metadata: file name -> the free-form metadata of its header.
       index: the index file's content, None for a single file.
     """
@@ -89,16 +92,28 @@ class Checkpoint:
     folder: Path
     tensors: Mapping[str, Tensor]
     files: Mapping[str, tuple[Tensor, ...]]
+    parts: Mapping[str, tuple[Tensor, ...]]
     metadata: Mapping[str, Mapping[str, str]]
     index: Mapping[str, Any] | None
 
+    def cut(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """The parts of a fused tensor of a file, or the tensor itself."""
+        return self.parts.get(tensor.stored, (tensor,))
 
-def open_checkpoint(folder: Path, renamed: Sequence[tuple[str, str]] = ()) -> Checkpoint:
+
+def open_checkpoint(
+    folder: Path,
+    *,
+    renamed: Sequence[tuple[str, str]] = (),
+    fused: Sequence[tuple[str, Sequence[str]]] = (),
+) -> Checkpoint:
     """Reads the headers of a model folder: one `model.safetensors`, or shards with an index.
 
     Args:
       folder: the folder.
       renamed: (start of a stored name, what stands there instead in `Tensor.name`).
+      fused: (last part of the name of a tensor `[experts, rows, columns]`, the projections that
+        share its rows equally).
 
     Raises:
       InputError: no weights, a broken or lying header, an index that leaves the folder or names
@@ -114,16 +129,18 @@ def open_checkpoint(folder: Path, renamed: Sequence[tuple[str, str]] = ()) -> Ch
         tensors, metadata[name] = read_header(folder / name)
         files[name] = tuple(_rename(tensor, renamed) for tensor in tensors)
     found: dict[str, Tensor] = {}
-    for tensor in (tensor for tensors in files.values() for tensor in tensors):
+    stored = {tensor.stored: tensor for tensors in files.values() for tensor in tensors}
+    parts = {name: split for name, whole in stored.items() if (split := _cut(whole, fused))}
+    listed = itertools.chain.from_iterable(files.values())
+    for tensor in (part for whole in listed for part in parts.get(whole.stored, (whole,))):
         if tensor.name in found:
             other = found[tensor.name]
             problems.append(f"{tensor.where} is also in {other.file.name}{_as(other, tensor)}")
         found[tensor.name] = tensor
     if index is not None:
-        stored = {tensor.stored: tensor for tensor in found.values()}
         problems += _index_problems(folder, index["weight_map"], stored)
     raise_listed(f"{folder}: damaged checkpoint", problems)
-    return Checkpoint(folder, found, files, metadata, index)
+    return Checkpoint(folder, found, files, parts, metadata, index)
 
 
 def _rename(tensor: Tensor, renamed: Sequence[tuple[str, str]]) -> Tensor:
@@ -131,6 +148,28 @@ def _rename(tensor: Tensor, renamed: Sequence[tuple[str, str]]) -> Tensor:
         if tensor.stored.startswith(start):
             return dataclasses.replace(tensor, name=instead + tensor.stored.removeprefix(start))
     return tensor
+
+
+def _cut(tensor: Tensor, fused: Sequence[tuple[str, Sequence[str]]]) -> tuple[Tensor, ...]:
+    """The matrices in a fused tensor: its rows are contiguous, so each is a range of bytes."""
+    home, _, last = tensor.name.rpartition(".")
+    names = dict(fused).get(last, ())
+    if not names or len(tensor.shape) != 3 or not tensor.shape[0] or tensor.shape[1] % len(names):
+        return ()
+    experts, rows, columns = tensor.shape
+    stored_home = tensor.stored.rpartition(".")[0]
+    size = (tensor.stop - tensor.start) // (experts * len(names))
+    return tuple(
+        dataclasses.replace(
+            tensor,
+            name=f"{home}.{i // len(names)}.{names[i % len(names)]}.weight",
+            stored=f"{stored_home}.{i // len(names)}.{names[i % len(names)]}.weight",
+            shape=(rows // len(names), columns),
+            start=tensor.start + i * size,
+            stop=tensor.start + (i + 1) * size,
+        )
+        for i in range(experts * len(names))
+    )
 
 
 def _as(other: Tensor, tensor: Tensor) -> str:

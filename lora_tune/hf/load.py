@@ -51,7 +51,7 @@ def load_params(
         all named at once; a tensor with a NaN or an infinity.
     """
     leaves = bind(family, model)
-    checkpoint = open_checkpoint(FilePath(folder), family.renamed)
+    checkpoint = open_base(folder, family)
     check_tensors(checkpoint, leaves, family)
     variables = base_params(model)
     shardings = shardings or {}
@@ -88,15 +88,23 @@ def check_tensors(checkpoint: Checkpoint, leaves: Sequence[Leaf], family: Family
     raise_listed(f"{checkpoint.folder}: the checkpoint does not fit the model", problems)
 
 
+def open_base(folder: FilePath | str, family: Family) -> Checkpoint:
+    """Reads the headers of a checkpoint, with the names that the family's table has."""
+    return open_checkpoint(FilePath(folder), renamed=family.renamed, fused=family.fused)
+
+
 def stored_names(folder: FilePath | str, family: Family) -> dict[str, str]:
-    """The table's name of every tensor of a checkpoint -> its name in the files."""
-    checkpoint = open_checkpoint(FilePath(folder), family.renamed)
+    """The table's name of every tensor of a checkpoint -> its name in the files.
+
+    Parts of fused tensors have names of their own, as in files without fused tensors.
+    """
+    checkpoint = open_base(folder, family)
     return {name: tensor.stored for name, tensor in checkpoint.tensors.items()}
 
 
 def ignored_tensors(folder: FilePath | str, family: Family) -> list[Tensor]:
     """The tensors of a checkpoint that no model of the family holds, in the order of the files."""
-    checkpoint = open_checkpoint(FilePath(folder), family.renamed)
+    checkpoint = open_base(folder, family)
     return [
         tensor
         for tensors in checkpoint.files.values()

@@ -4,10 +4,10 @@
 The layouts, for one projection of the base: ours are A `[in, r]` and B `[r, out]`, the update of
 the kernel `[in, out]` is `scale * A @ B`; PEFT's are `lora_A.weight = A.T` `[r, in]` and
 `lora_B.weight = B.T` `[out, r]`. Scale is not in the tensors: the configuration carries it.
-Routed experts are written as one 2-D pair per expert, which PEFT, vLLM and SGLang read.
+Routed experts are written as one 2-D pair per expert, which PEFT, vLLM and SGLang read; in the
+fused layout where PEFT reads no other.
 """
 
-import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -22,9 +22,11 @@ from lora_tune.hf.adapters import Adapter, collect_adapters, factor_shapes, scal
 from lora_tune.hf.card import adapter_card
 from lora_tune.hf.files import raise_listed, read_header, write_array, write_header
 from lora_tune.hf.folder import new_folder
+from lora_tune.hf.fused import Found, Pair, fuse_experts, split_fused
 from lora_tune.hf.peft_config import (
     CONFIG_FILE,
     FUSED_TYPES,
+    PARAMETER_TYPES,
     PROJECTIONS,
     Settings,
     Written,
@@ -42,15 +44,6 @@ from lora_tune.lora.targets import Target, adaptable_modules, resolve, stack_tar
 WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 _KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Pair:
-    """One module's tensors in PEFT's layout: A `[r, in]`, B `[out, r]`, and their scale."""
-
-    a: np.ndarray
-    b: np.ndarray
-    scale: float
 
 
 def save_adapter(
@@ -94,6 +87,8 @@ def save_adapter(
     ranks = {module: (len(pair.a), pair.scale) for module, pair in pairs.items()}
     written = Written(ranks, adaptable_modules(leaves), model_type)
     config = make_config(written, lora, base=base, revision=revision)
+    if model_type in PARAMETER_TYPES:
+        pairs = fuse_experts(pairs)
     with new_folder(FilePath(out_dir), kind="adapter") as folder:
         _write_weights(folder / WEIGHTS_FILE, pairs)
         text = json.dumps(config, indent=2, sort_keys=True) + "\n"
@@ -198,7 +193,7 @@ def _complete_experts(
 ) -> dict[str, Pair]:
     """Gives the experts of a layer all three projections, in one rank, gate and up in one scale."""
     routed = {m: expert for m in pairs if (expert := split_expert(m))}
-    if routed and model_type not in FUSED_TYPES:
+    if routed and model_type not in FUSED_TYPES | PARAMETER_TYPES:
         raise InputError(f"adapters on routed experts of {model_type!r} cannot be written for PEFT")
     shapes = _shapes(leaves) if routed else {}
     complete = dict(pairs)
@@ -274,15 +269,6 @@ def _why_unknown(name: str) -> str:
     return f"is unknown, expected {PREFIX}MODULE.lora_A.weight or .lora_B.weight"
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Found:
-    """A pair read from a file; `fused` is the parameter it came from, None for a 2-D pair."""
-
-    a: np.ndarray
-    b: np.ndarray
-    fused: str | None = None
-
-
 def _unpack(
     halves: Halves, settings: Settings, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[dict[str, Found], list[str]]:
@@ -302,7 +288,8 @@ def _unpack(
                     f"[r, {into}] and [{out}, r]"
                 )
         elif f"{home}.0.down_proj" in shapes:
-            parts = _split_fused(module, a, b, halves, settings, shapes)
+            alone = f"{home}.base_layer" not in halves
+            parts = split_fused(module, sides, settings, shapes, alone=alone)
             problems += [parts] if isinstance(parts, str) else []
             found |= {} if isinstance(parts, str) else parts
         else:
@@ -311,59 +298,13 @@ def _unpack(
     return kept, problems
 
 
-def _split_fused(
-    module: str,
-    a: np.ndarray,
-    b: np.ndarray,
-    halves: Halves,
-    settings: Settings,
-    shapes: Mapping[str, tuple[int, ...]],
-) -> dict[str, Found] | str:
-    """Cuts the adapter of a fused expert parameter into pairs, or says what is wrong with it.
-
-    Rows of A are expert-major, columns of B rank-major. The wrapper that PEFT put on first
-    (gate_up) is the inner one, `base_layer`; when only one parameter is adapted, the key does not
-    tell which, and the configuration decides.
-    """
-    home = module.removesuffix(".base_layer")
-    gate_up = f"{home}.gate_up_proj"
-    alone = f"{home}.base_layer" not in halves
-    inner = module != home or (alone and settings.lists(gate_up))
-    if alone and inner and settings.lists(f"{home}.down_proj"):
-        return f"{module} has one adapter, but target_parameters names two"
-    experts = sum(m.startswith(f"{home}.") and m.endswith(".down_proj") for m in shapes)
-    names = PROJECTIONS[:2] if inner else PROJECTIONS[2:]
-    into = shapes[f"{home}.0.{names[0]}"][1]
-    rows = [shapes[f"{home}.0.{name}"][0] for name in names]
-    r = len(a) // experts
-    if (a.shape, b.shape) == ((experts * r, sum(rows)), (into, experts * r)) and r:
-        # PEFT 0.18 and earlier: B A is the transposed update.
-        old_a, old_b = a.reshape(experts, r, -1), b.reshape(into, r, experts)
-        a3, b3 = old_b.transpose(2, 1, 0), old_a.transpose(0, 2, 1)
-    elif (a.shape, b.shape) == ((experts * r, into), (sum(rows), experts * r)) and r:
-        a3 = a.reshape(experts, r, into)
-        b3 = b.reshape(sum(rows), r, experts).transpose(2, 0, 1)
-    else:
-        return (
-            f"{module} has A {list(a.shape)} and B {list(b.shape)}, expected "
-            f"[{experts} r, {into}] and [{sum(rows)}, r {experts}]"
-        )
-    parts = np.split(b3, np.cumsum(rows)[:-1], axis=1)
-    key = gate_up if inner else f"{home}.down_proj"
-    return {
-        f"{home}.{e}.{name}": Found(a3[e], part[e], key)
-        for name, part in zip(names, parts, strict=True)
-        for e in range(experts)
-    }
-
-
 def _target(module: str, found: Mapping[str, Found], settings: Settings, model_type: str) -> Target:
     """Rank, alpha and scale of a module, looked up as PEFT does; ValueError if ranks disagree."""
     pair = found[module]
     r, expert = len(pair.a), split_expert(module)
     target, held = settings.target(module), r
     if pair.fused is not None:
-        target = settings.target(pair.fused)
+        target, held = settings.target(pair.fused.parameter), pair.fused.r
     elif expert is None and is_taken(module, model_type) and settings.lists(f"{module}.weight"):
         target = settings.target(f"{module}.weight")
     elif expert is not None and model_type in FUSED_TYPES:

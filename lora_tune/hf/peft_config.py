@@ -29,6 +29,8 @@ from lora_tune.lora.targets import Target, list_matches, pattern_value
 CONFIG_FILE = "adapter_config.json"
 FUSED_TYPES = frozenset({"qwen2_moe", "qwen3_moe", "qwen3_next"})
 """Model types whose routed experts PEFT fuses when it loads an adapter."""
+PARAMETER_TYPES = frozenset({"qwen3_5_moe", "qwen3_5_moe_text"})
+"""Model types whose routed experts PEFT adapts as parameters alone: it does not convert files."""
 TEXT_PART: Mapping[str, str] = {"gemma3": "language_model"}
 """Model types with projections of the same names elsewhere -> what names of the text model have.
 
@@ -291,13 +293,27 @@ def _targets(written: Written) -> tuple[list[str], list[str]]:
     modules = cover(plain, written.universe, part=TEXT_PART.get(model_type))
     others = [name for name in written.universe if is_taken(name, model_type)]
     parameters = [f"{ending}.weight" for ending in cover(taken, others, least=2)]
-    if routed and _all_routed(written):
+    if routed and model_type in PARAMETER_TYPES:
+        parameters += _parameters(routed, written.universe)
+    elif routed and _all_routed(written):
         modules += PROJECTIONS
     elif routed:
         homes = sorted({expert[0] for name in routed if (expert := split_expert(name))})
         for home in homes:
             parameters += [f"{home}.gate_up_proj", f"{home}.down_proj"]
     return sorted(modules), sorted(parameters)
+
+
+def _parameters(routed: Iterable[str], universe: Iterable[str]) -> list[str]:
+    """Both fused parameters of the layers in which experts are adapted, as list items."""
+    found = []
+    for last in ("gate_up_proj", "down_proj"):
+        named, there = (
+            [f"{expert[0]}.{last}" for n in names if (expert := split_expert(n))]
+            for names in (routed, universe)
+        )
+        found += cover(named, there, least=3)
+    return found
 
 
 def _all_routed(written: Written) -> bool:
@@ -328,7 +344,8 @@ def _exceptions(
     alphas: dict[float, list[str]] = {}
     for key, (needed, scale) in keys.items():
         # PEFT doubles both for gate_up by itself, but only when it fused list targets.
-        doubles = key.endswith(".gate_up_proj") and key not in parameters
+        listed = any(list_matches(item, key) for item in parameters)
+        doubles = key.endswith(".gate_up_proj") and not listed
         default_r, default_alpha = (2 * r, 2 * alpha) if doubles else (r, alpha)
         if needed != default_r:
             ranks.setdefault(needed, []).append(key)

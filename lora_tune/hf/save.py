@@ -23,13 +23,12 @@ from lora_tune.hf.files import (
     Checkpoint,
     Tensor,
     nbytes,
-    open_checkpoint,
     read_json,
     write_array,
     write_header,
 )
 from lora_tune.hf.folder import copy_companions, new_folder
-from lora_tune.hf.load import check_tensors
+from lora_tune.hf.load import check_tensors, open_base
 from lora_tune.hf.table import Family, Leaf, Path, hf_state
 
 Cell = tuple[Adapter, tuple[int, ...]]
@@ -69,7 +68,7 @@ def save_merged(
       InputError: the base does not fit the model, a merged value is not finite, `out_dir` is not
         ours to replace, or the disk is full (nothing is left behind).
     """
-    base = open_checkpoint(FilePath(base_folder), family.renamed)
+    base = open_base(base_folder, family)
     check_tensors(base, leaves, family)
     changes: dict[str, Cell] = {}
     for adapter in collect_adapters(state, leaves).values():
@@ -149,7 +148,7 @@ def _merge_file(
     tensors = base.files[file]
     with target.open("wb") as out:
         write_header(out, map(_entry, tensors), {**base.metadata[file], "format": "pt"})
-        for tensor in tensors:
+        for tensor in itertools.chain.from_iterable(map(base.cut, tensors)):
             if tensor.name in changes:
                 merged, rounding = _merge(tensor, *changes[tensor.name])
                 worst = max(worst, rounding)

@@ -56,7 +56,7 @@ class Family:
       make_layer: `(config, kind, dtype=) -> layer`, called as `layer(h, LayerInputs, entry)`; it
         returns the new `h` and the entry it wrote to, None for None.
       make_cache: `(config, kind, batch=, size=, dtype=) -> empty cache` of such a layer.
-      layer_rows, top_rows, ignored, renamed, layer_prefix: see `lora_tune.hf.table`.
+      layer_rows, top_rows, ignored, renamed, fused, layer_prefix: see `lora_tune.hf.table`.
       make_norm: `(features, eps=, dtype=) -> norm` behind the last layer.
       embedding_scale: `config ->` what embeddings of tokens are multiplied by.
       not_adaptable: layer paths of projections that never carry an adapter, e.g. routers.
@@ -74,6 +74,7 @@ class Family:
     embedding_scale: Callable[[Any], float] = _one
     not_adaptable: Sequence[str] = ()
     renamed: Sequence[tuple[str, str]] = ()
+    fused: Sequence[tuple[str, Sequence[str]]] = ()
     layer_prefix: str = "model.layers.{i}."
     portable_config: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
 

@@ -32,6 +32,7 @@ from lora_tune.models.qwen3_next_config import (
     LINEAR,
     NEXT,
     QWEN3_5,
+    QWEN3_5_MOE,
     Kind,
     Qwen3NextConfig,
     portable_config,
@@ -328,4 +329,9 @@ QWEN3_5_FAMILY = dataclasses.replace(
     ),
     renamed=(("model.language_model.", "model."),),
     portable_config=dict,
+)
+QWEN3_5_MOE_FAMILY = dataclasses.replace(
+    QWEN3_5_FAMILY,
+    read_config=functools.partial(read_config, QWEN3_5_MOE),
+    fused=(("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))),
 )

@@ -132,6 +132,22 @@ QWEN3_5 = Dialect(
     multimodal=True,
 )
 
+QWEN3_5_MOE = Dialect(
+    model_type="qwen3_5_moe",
+    defaults={
+        **_COMMON,
+        **_EXPERTS,
+        "vocab_size": 248320,
+        "num_hidden_layers": 40,
+        "num_experts_per_tok": 8,
+        "num_experts": 256,
+    },
+    fixed={"intermediate_size": 0, "decoder_sparse_step": 1, "norm_topk_prob": True},
+    others=(*QWEN3_5.others, *_ROUTING, "intermediate_size"),
+    separate=True,
+    multimodal=True,
+)
+
 _ONLY: Mapping[str, Sequence[Any]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False,),
@@ -144,6 +160,8 @@ _ONLY_SEPARATE: Mapping[str, Sequence[Any]] = {
     "attn_output_gate": (True,),
     "mamba_ssm_dtype": ("float32", None),
     "mlp_only_layers": ([], None),
+    "decoder_sparse_step": (1, None),
+    "norm_topk_prob": (True, None),
 }
 """The same of Qwen3.5."""
 

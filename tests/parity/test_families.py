@@ -8,20 +8,24 @@ exports, and adapters in PEFT.
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import engine_cases
+import jax
 import numpy as np
 import pytest
 from engine_cases import quick_jit
 from flax import nnx
+from safetensors.numpy import load_file, save_file
 from torch_models import random_tokens, read_theirs, their_logits, write_checkpoint
 
 import lora_tune
 from lora_tune.hf.load import ignored_tensors, stored_names
 from lora_tune.hf.save import save_full
 from lora_tune.hf.table import bind
+from lora_tune.lora.targets import adaptable_modules
 
 peft = pytest.importorskip("peft")
 pytestmark = [
@@ -35,6 +39,7 @@ pytestmark = [
 TOLERANCE = 1e-4
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 HYBRID_LINEARS = (*LINEARS, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+SPARSE_HYBRID_LINEARS = (*HYBRID_LINEARS, "shared_expert_gate")
 ROPES: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 3.0},
     "dynamic": {"rope_type": "dynamic", "factor": 4.0},
@@ -208,6 +213,14 @@ FAMILIES = {
         },
         HYBRID_LINEARS,
     ),
+    "qwen3_5_moe": Row(
+        {
+            "with a vision tower": {"num_hidden_layers": 5},
+            "tied": {"num_hidden_layers": 4, "tie_word_embeddings": True},
+        },
+        SPARSE_HYBRID_LINEARS,
+    ),
+    "qwen3_5_moe_text": Row({"without": {"num_hidden_layers": 4}}, SPARSE_HYBRID_LINEARS),
 }
 WHOLE = [(family, next(iter(row.shapes))) for family, row in FAMILIES.items()]
 REST = [(f, name) for f, row in FAMILIES.items() for name in row.shapes if (f, name) not in WHOLE]
@@ -355,13 +368,54 @@ def test_adapter_in_peft_and_merged(whole, tmp_path):
     old, new = raw_tensors(whole.folder), raw_tensors(tmp_path / "merged")
     assert list(new) == list(old)
     changed = {name for name in old if new[name] != old[name]}
-    stored = stored_names(whole.folder, model.family)
-    adapted = {stored[f"{name}.weight"] for name in adapted_modules(tmp_path / "adapter")}
-    assert changed == adapted
+    stored, modules = (
+        stored_names(whole.folder, model.family),
+        adaptable_modules(bind(model.family, model)),
+    )
+    assert changed == {stored[f"{m}.weight"] for m in modules if m.rpartition(".")[2] in targets}
+
+    fresh, _ = lora_tune.load_model(whole.folder, dtype="float32")
+    lora_tune.load_adapter(fresh, tmp_path / "adapter")
+    ours, theirs = (dict(nnx.to_flat_state(nnx.state(m, nnx.LoRAParam))) for m in (model, fresh))
+    assert ours.keys() == theirs.keys()
+    for path, variable in ours.items():
+        np.testing.assert_array_equal(variable[...], theirs[path][...], err_msg=str(path))
 
 
-def adapted_modules(folder: Path) -> list[str]:
-    content = (folder / "adapter_model.safetensors").read_bytes()
-    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    start, end = "base_model.model.", ".lora_A.weight"
-    return [n.removeprefix(start).removesuffix(end) for n in header if n.endswith(end)]
+def test_experts_fused_in_the_files(tmp_path):
+    """As published: all experts of a layer in two tensors. transformers reads both forms."""
+    shape = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    write_checkpoint(tmp_path / "a", model_type="qwen3_5_moe", **shape)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    tensors = load_file(tmp_path / "a" / "model.safetensors")
+    save_file(fuse(tensors), tmp_path / "b" / "model.safetensors", {"format": "pt"})
+    apart, joined = (lora_tune.load_model(tmp_path / n, dtype="float32")[0] for n in "ab")
+    for variable, other in zip(
+        *(jax.tree.leaves(nnx.state(m)) for m in (apart, joined)), strict=True
+    ):
+        np.testing.assert_array_equal(variable, other)
+    lora = lora_tune.LoraConfig(r=3, target_modules=("up_proj", "down_proj", "o_proj"))
+    lora_tune.add_lora(joined, lora)
+    engine_cases.randomise_b(joined, 0.2)
+    lora_tune.save_merged(joined, tmp_path / "merged")
+    assert_same(np.asarray(run(joined)), alone(read_theirs(tmp_path / "merged")))
+    old, new = raw_tensors(tmp_path / "b"), raw_tensors(tmp_path / "merged")
+    assert list(new) == list(old)
+    assert {n.rpartition(".")[2] for n in old if new[n] != old[n]} == {
+        "gate_up_proj",
+        "down_proj",
+        "weight",
+    }
+
+
+def fuse(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    out = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    homes = {name.split(".experts.")[0] + ".experts" for name in tensors if ".experts." in name}
+    for home in homes:
+        gates, ups, downs = (
+            [tensors[f"{home}.{e}.{name}_proj.weight"] for e in range(6)]
+            for name in ("gate", "up", "down")
+        )
+        both = [np.concatenate(pair) for pair in zip(gates, ups, strict=True)]
+        out |= {f"{home}.gate_up_proj": np.stack(both), f"{home}.down_proj": np.stack(downs)}
+    return out

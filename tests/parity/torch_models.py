@@ -78,12 +78,17 @@ SIGLIP = {
     "image_size": 16,
     "patch_size": 4,
 }
+TINY_SPARSE_HYBRID = {
+    name: value for name, value in TINY.items() if name not in ("intermediate_size", *EXPERTS[-1:])
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3": {"text_config": TINY_LLAMA, "vision_config": SIGLIP},
     "qwen3_next": TINY,
     **dict.fromkeys(("gemma3_text", "llama", "mistral", "qwen2", "qwen3"), TINY_LLAMA),
     "qwen3_moe": TINY_LLAMA | TINY_MOE,
     "qwen3_5_text": TINY_DENSE_HYBRID,
+    "qwen3_5_moe_text": TINY_SPARSE_HYBRID,
+    "qwen3_5_moe": {"text_config": TINY_SPARSE_HYBRID, "vision_config": VISION},
     "qwen3_5": {"text_config": TINY_DENSE_HYBRID, "vision_config": VISION},
 }
 ZERO_CENTRED = ("gemma3", "qwen3_next", "qwen3_5")

@@ -173,6 +173,40 @@ def test_layers_of_shorter_rank_are_cut_and_padded_back(tmp_path, leaves):
         np.testing.assert_array_equal(array, arrays[path])
 
 
+def test_fused_layout_goes_out_and_comes_in(tmp_path, leaves):
+    """For models whose experts PEFT knows as parameters alone; gate and up have each an own A."""
+    lora = LoraConfig(r=4, lora_alpha=6, target_modules=EVERYWHERE, layers_to_transform=(1, 3, 8))
+    arrays = random_adapters(leaves, lora)
+    config = save(arrays, leaves, lora, tmp_path / "a", model_type="qwen3_5_moe")
+    homes = [f"layers.{i}.mlp.experts" for i in (1, 3)]
+    assert config["target_parameters"] == sorted(
+        f"{home}.{name}" for home in homes for name in ("gate_up_proj", "down_proj")
+    )
+    tensors = load_file(tmp_path / "a" / "adapter_model.safetensors")
+    shapes = {
+        name.removeprefix(f"{P}1.mlp.experts."): tensor.shape
+        for name, tensor in tensors.items()
+        if f"{homes[0]}." in name
+    }
+    assert shapes == {
+        "base_layer.lora_A.weight": (4 * 8, 16),
+        "base_layer.lora_B.weight": (2 * 12, 8 * 4),
+        "lora_A.weight": (4 * 4, 12),
+        "lora_B.weight": (16, 4 * 4),
+    }
+    read, adapters = load_adapter(tmp_path / "a", leaves, model_type="qwen3_5_moe")
+    universe = adaptable_modules(leaves)
+    assert resolve(read, universe) == resolve(lora, universe)
+    found = adapter_arrays(adapters)
+    for path, array in arrays.items():
+        np.testing.assert_array_equal(found[path], array, err_msg=str(path))
+
+    everywhere = LoraConfig(r=4, lora_alpha=6, target_modules=EVERYWHERE)
+    arrays = random_adapters(leaves, everywhere)
+    config = save(arrays, leaves, everywhere, tmp_path / "b", model_type="qwen3_5_moe")
+    assert config["target_parameters"] == ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
+
+
 def test_what_must_not_be_exported(tmp_path, leaves):
     lora = LoraConfig(r=4)
     arrays = random_adapters(leaves, lora)

@@ -41,6 +41,13 @@ def test_the_text_model_of_a_multimodal_configuration():
     assert read("qwen3_5_text", text).layer_types == config.layer_types
 
 
+def test_the_sparse_model_has_experts_in_every_layer():
+    text = {**PUBLISHED, "num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 2}
+    config = read("qwen3_5_moe", {"text_config": text, "vision_config": {}})
+    assert config.sparse_layers == (True,) * 4
+    assert config.norm_topk_prob
+
+
 @pytest.mark.parametrize(
     ("family", "fields", "named"),
     [
@@ -54,6 +61,8 @@ def test_the_text_model_of_a_multimodal_configuration():
         ("qwen3_5", {"mlp_only_layers": [1]}, "mlp_only_layers=[1] is not supported"),
         ("qwen3_5", {"full_attention_layer_offset": 1}, "full_attention_layer_offset=1 is unknown"),
         ("qwen3_5", {"num_experts": 8}, "num_experts=8 is unknown"),
+        ("qwen3_5_moe", {"norm_topk_prob": False}, "norm_topk_prob=False is not supported"),
+        ("qwen3_5_moe", {"num_experts": 4}, "num_experts_per_tok must be between 1"),
         ("qwen3_5", {"text_config": 3}, "text_config is 3"),
         ("qwen3_5", {"text_config": {}, "per_layer_inputs": 2}, "per_layer_inputs=2 is unknown"),
         ("qwen3_5", {"text_config": {"head_dim": "a"}}, "head_dim is 'a'"),

@@ -23,6 +23,8 @@ class ToyFamily:
     )
     top_rows: tuple[Row, ...] = (Row("embed.embedding", "embed.weight"),)
     ignored: tuple[tuple[str, str], ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
+    fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
     not_adaptable: tuple[str, ...] = ()
     layer_prefix: str = "layers.{i}."
 
