@@ -282,6 +282,10 @@ def _leaf(
     inner = tuple(n for i, n in enumerate(shape) if i not in stack_axes)
     if view.rank not in (None, len(inner)):
         return f"has the axes {inner}, view {row.view!r} needs {view.rank}"
+    if path[-1] == "kernel" and view == VIEWS["identity"]:
+        return (
+            "is a kernel [in, out], which Hugging Face has as [out, in]: view 'identity' is wrong"
+        )
     return Leaf(
         path=path,
         shape=shape,
