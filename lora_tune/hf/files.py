@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -111,7 +112,7 @@ def open_checkpoint(
 
     Args:
       folder: the folder.
-      renamed: (start of a stored name, what stands there instead in `Tensor.name`).
+      renamed: (regular expression in a stored name, what stands there in `Tensor.name`).
       fused: (last part of the name of a tensor `[experts, rows, columns]`, the projections that
         share its rows equally).
 
@@ -144,10 +145,10 @@ def open_checkpoint(
 
 
 def _rename(tensor: Tensor, renamed: Sequence[tuple[str, str]]) -> Tensor:
-    for start, instead in renamed:
-        if tensor.stored.startswith(start):
-            return dataclasses.replace(tensor, name=instead + tensor.stored.removeprefix(start))
-    return tensor
+    name = tensor.stored
+    for pattern, instead in renamed:
+        name = re.sub(pattern, instead, name, count=1)
+    return dataclasses.replace(tensor, name=name)
 
 
 def _cut(tensor: Tensor, fused: Sequence[tuple[str, Sequence[str]]]) -> tuple[Tensor, ...]:

@@ -88,9 +88,9 @@ class Family(Protocol):
 
     `ignored` lists (regular expression matched against the whole name, reason) of checkpoint
     tensors that the model does not hold; a merged export still carries them. `renamed` lists
-    (start of a name in the files, what the table has instead), for families whose files name
-    modules otherwise than transformers does. `fused` says which last parts of names are those of
-    tensors of all experts, and which projections share their rows.
+    (regular expression in a name of the files, what the table has there), for families whose files
+    name modules otherwise than transformers does. `fused` says which last parts of names are those
+    of tensors of all experts, and which projections share their rows.
     """
 
     @property
@@ -110,7 +110,7 @@ class Family(Protocol):
 
     @property
     def renamed(self) -> Sequence[tuple[str, str]]:
-        """(start of a name in the files, start of the table's name)."""
+        """(regular expression in a name of the files, what the table has there)."""
         ...
 
     @property

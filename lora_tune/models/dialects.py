@@ -131,8 +131,8 @@ GEMMA3_MULTIMODAL = dataclasses.replace(
     multimodal=True,
     prefix="model.language_model.",
     renamed=(
-        ("language_model.model.", "model.language_model."),
-        ("language_model.lm_head.", "lm_head."),
+        (r"^language_model\.model\.", "model.language_model."),
+        (r"^language_model\.lm_head\.", "lm_head."),
     ),
     passed_by=(
         (

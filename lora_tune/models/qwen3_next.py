@@ -12,21 +12,17 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from lora_tune.cache import Entry, LayerCache, RecurrentCache
+from lora_tune.cache import Entry, LayerCache
 from lora_tune.hf.table import Row
-from lora_tune.layers import sequence
-from lora_tune.layers.conv import causal_conv
-from lora_tune.layers.delta_mixer import Heads, gated_delta_mixer
-from lora_tune.layers.delta_net import gated_delta_rule, recurrent_gated_delta_rule
 from lora_tune.layers.linear import Linear
 from lora_tune.layers.moe import MLP, SparseMoe
 from lora_tune.layers.norms import GatedRMSNorm, RMSNorm
-from lora_tune.layers.weights import ONES, Initialiser, uniform, weight
+from lora_tune.layers.weights import ONES, Initialiser, weight
 from lora_tune.models.attention import attend, make_attention_cache
 from lora_tune.models.decoder import Family, LayerInputs
+from lora_tune.models.gated_delta import Conv, DeltaSizes, delta_attention, log_decay
 from lora_tune.models.qwen3_next_config import (
     FULL,
     LINEAR,
@@ -38,31 +34,29 @@ from lora_tune.models.qwen3_next_config import (
     portable_config,
     read_config,
 )
-from lora_tune.scan import MIXED
 
 
 class GatedDeltaNet(nnx.Module):
     """Linear attention by the gated delta rule, with a short causal convolution before it."""
 
     def __init__(self, c: Qwen3NextConfig, *, dtype: DTypeLike):
-        key_dim = c.linear_num_key_heads * c.linear_key_head_dim
-        value_dim = c.linear_num_value_heads * c.linear_value_head_dim
-        d, heads = c.hidden_size, c.linear_num_value_heads
+        sizes, d = _delta_sizes(c), c.hidden_size
+        keys, values, heads = sizes.keys, sizes.values, sizes.value_heads
         into, out_of = ("embed", "heads"), ("heads", "embed")
         rate = functools.partial(Linear, d, axes=("embed", "per_head"), dtype=dtype)
         if c.dialect.separate:
-            self.in_proj_qkv = Linear(d, 2 * key_dim + value_dim, axes=into, dtype=dtype)
-            self.in_proj_z = Linear(d, value_dim, axes=into, dtype=dtype)
+            self.in_proj_qkv = Linear(d, 2 * keys + values, axes=into, dtype=dtype)
+            self.in_proj_z = Linear(d, values, axes=into, dtype=dtype)
             self.in_proj_b, self.in_proj_a = rate(heads), rate(heads)
         else:
-            self.in_proj_qkvz = Linear(d, 2 * key_dim + 2 * value_dim, axes=into, dtype=dtype)
+            self.in_proj_qkvz = Linear(d, 2 * keys + 2 * values, axes=into, dtype=dtype)
             self.in_proj_ba = rate(2 * heads)
-        self.conv1d = Conv(c.linear_conv_kernel_dim, 2 * key_dim + value_dim, dtype)
+        self.conv1d = Conv(sizes.taps, 2 * keys + values, dtype)
         rates = Initialiser("log_uniform", 16.0)
         self.A_log = weight((heads,), dtype, axes=(None,), init=rates)
         self.dt_bias = weight((heads,), dtype, axes=(None,), init=ONES)
         self.norm = GatedRMSNorm(c.linear_value_head_dim, eps=c.rms_norm_eps, dtype=dtype)
-        self.out_proj = Linear(value_dim, d, axes=out_of, dtype=dtype)
+        self.out_proj = Linear(values, d, axes=out_of, dtype=dtype)
         self.config = c
 
     def __call__(
@@ -70,94 +64,26 @@ class GatedDeltaNet(nnx.Module):
     ) -> tuple[jax.Array, Entry | None]:
         """Mixes `[B, T, D]` over time."""
         packed, b, a = self._project(x)
-        rate = jnp.exp(self.A_log[...].astype(jnp.float32))[None, None, :]
-        step = jax.nn.softplus(
-            a.astype(jnp.float32) + self.dt_bias[...].astype(jnp.float32)[None, None, :]
+        y, entry = delta_attention(
+            packed,
+            log_decay(a, self.A_log[...], self.dt_bias[...]),
+            jax.nn.sigmoid(b),
+            kernel=self.conv1d.kernel[...],
+            norm_weight=self.norm.weight[...],
+            sizes=_delta_sizes(self.config),
+            inputs=inputs,
+            entry=entry,
         )
-        g, beta = -rate * step, jax.nn.sigmoid(b)
-        if entry is None:
-            y = self._mix(packed, g, beta, inputs)
-        else:
-            y, entry = self._mix_cached(packed, g, beta, inputs, entry)
-        return self.out_proj(checkpoint_name(y, MIXED)), entry
+        return self.out_proj(y), entry
 
     def _project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Packed `[q, k, values, gates]` by key head, and both rates `[B, T, V]`."""
-        c = self.config
-        if not c.dialect.separate:
+        sizes = _delta_sizes(self.config)
+        if not self.config.dialect.separate:
             return self.in_proj_qkvz(x), *self._split_ba(self.in_proj_ba(x))
-        keys = c.linear_num_key_heads
-        ends = [keys * c.linear_key_head_dim * i for i in (1, 2)]
-        parts = [*jnp.split(self.in_proj_qkv(x), ends, axis=-1), self.in_proj_z(x)]
-        by_head = [part.reshape(*x.shape[:2], keys, -1) for part in parts]
-        packed = jnp.concatenate(by_head, axis=-1).reshape(*x.shape[:2], -1)
+        qkv = jnp.split(self.in_proj_qkv(x), [sizes.keys, 2 * sizes.keys], axis=-1)
+        packed = sizes.pack([*qkv, self.in_proj_z(x)])
         return packed, self.in_proj_b(x), self.in_proj_a(x)
-
-    def _mix(self, packed: jax.Array, g: jax.Array, beta: jax.Array, inputs: LayerInputs):
-        c = self.config
-        keys, parts = c.linear_num_key_heads, sequence.parts()
-
-        def deal(x: jax.Array) -> jax.Array:  # heads are dealt out by key head
-            dealt = sequence.deal_heads(x.reshape(*x.shape[:2], keys, -1))
-            return dealt.reshape(*dealt.shape[:2], -1)
-
-        kernel = self.conv1d.kernel[...].astype(packed.dtype)
-        ends = [keys * c.linear_key_head_dim * i for i in (1, 2)]
-        kernels = [sequence.own_heads(part, 1) for part in jnp.split(kernel, ends, axis=1)]
-        y = gated_delta_mixer(
-            *(deal(x) for x in (packed, g, beta)),
-            kernel=jnp.concatenate(kernels, axis=1),
-            norm_weight=self.norm.weight[...],
-            heads=Heads(
-                key_heads=keys // parts,
-                groups=c.linear_num_value_heads // keys,
-                key_dim=c.linear_key_head_dim,
-                value_dim=c.linear_value_head_dim,
-            ),
-            eps=c.rms_norm_eps,
-            segment_ids=sequence.whole_rows(inputs.segment_ids),
-            chunk_size=_chunk_size(c),
-        )
-        return sequence.collect_heads(y)
-
-    def _mix_cached(
-        self, packed: jax.Array, g: jax.Array, beta: jax.Array, inputs: LayerInputs, entry: Entry
-    ) -> tuple[jax.Array, Entry]:
-        """The same, going on from what the cache holds of each row, and leaving it there."""
-        c = self.config
-        q, k, v, z = self._split_qkvz(packed)
-        window, state = _remembered(entry, inputs)
-        mixed, window = causal_conv(
-            jnp.concatenate([q, k, v], axis=-1),
-            self.conv1d.kernel[...].astype(packed.dtype),
-            segment_ids=inputs.segment_ids,
-            state=window,
-        )
-        key_dim = q.shape[-1]
-        q, k, v = jnp.split(jax.nn.silu(mixed), [key_dim, 2 * key_dim], axis=-1)
-        lead = packed.shape[:2]
-        chunked = functools.partial(gated_delta_rule, chunk_size=_chunk_size(c))
-        y, state = (recurrent_gated_delta_rule if lead[1] == 1 else chunked)(
-            q.reshape(*lead, c.linear_num_key_heads, c.linear_key_head_dim),
-            k.reshape(*lead, c.linear_num_key_heads, c.linear_key_head_dim),
-            v.reshape(*lead, c.linear_num_value_heads, c.linear_value_head_dim),
-            g,
-            beta,
-            segment_ids=inputs.segment_ids,
-            initial_state=state,
-        )
-        return self.norm(y, z).reshape(*lead, -1), entry.write(conv=window, state=state)
-
-    def _split_qkvz(self, packed: jax.Array) -> tuple[jax.Array, ...]:
-        """Unpacks, per key head, `[q, k, values, gates]`; z comes as `[B, T, V, H]`."""
-        c = self.config
-        ratio = c.linear_num_value_heads // c.linear_num_key_heads
-        dk, dv = c.linear_key_head_dim, ratio * c.linear_value_head_dim
-        lead = packed.shape[:2]
-        grouped = packed.reshape(*lead, c.linear_num_key_heads, -1)
-        q, k, v, z = jnp.split(grouped, [dk, 2 * dk, 2 * dk + dv], axis=-1)
-        flat = [part.reshape(*lead, -1) for part in (q, k, v)]
-        return *flat, z.reshape(*lead, c.linear_num_value_heads, c.linear_value_head_dim)
 
     def _split_ba(self, packed: jax.Array) -> tuple[jax.Array, jax.Array]:  # each [B, T, V]
         lead = packed.shape[:2]
@@ -166,33 +92,15 @@ class GatedDeltaNet(nnx.Module):
         return b.reshape(*lead, -1), a.reshape(*lead, -1)
 
 
-def _remembered(entry: Entry, inputs: LayerInputs) -> tuple[jax.Array | None, jax.Array | None]:
-    """What a cache holds of the document that each row goes on with: convolution window, state."""
-    if inputs.slots is None:
-        return None, None
-    continues = inputs.slots.continues
-    window, state = entry.read("conv"), entry.read("state")
-    return (
-        jnp.where(continues[:, None, None], window, 0),
-        jnp.where(continues[:, None, None, None], state, 0),
+def _delta_sizes(c: Qwen3NextConfig) -> DeltaSizes:
+    return DeltaSizes(
+        key_heads=c.linear_num_key_heads,
+        value_heads=c.linear_num_value_heads,
+        key_dim=c.linear_key_head_dim,
+        value_dim=c.linear_value_head_dim,
+        taps=c.linear_conv_kernel_dim,
+        eps=c.rms_norm_eps,
     )
-
-
-def _chunk_size(c: Qwen3NextConfig) -> int:
-    """Of the delta rule: work inside a chunk grows with its length, work between chunks falls.
-
-    64 for the published head size of 128; narrow heads want shorter chunks (3.5 times faster at 32
-    with chunks of 16 than of 64, on a CPU).
-    """
-    return max(16, min(64, c.linear_key_head_dim // 2))
-
-
-class Conv(nnx.Module):
-    """The weight of a depthwise causal convolution, kernel `[K, C]`."""
-
-    def __init__(self, width: int, channels: int, dtype: DTypeLike):
-        init = uniform(width**-0.5)
-        self.kernel = weight((width, channels), dtype, axes=(None, None), init=init)
 
 
 class Attention(nnx.Module):
@@ -269,12 +177,7 @@ def make_cache(
         return make_attention_cache(
             c.num_key_value_heads, c.head_dim, batch=batch, size=size, dtype=dtype
         )
-    values, key_dim = c.linear_num_value_heads, c.linear_key_head_dim
-    channels = 2 * c.linear_num_key_heads * key_dim + values * c.linear_value_head_dim
-    return RecurrentCache(
-        conv=jnp.zeros((batch, c.linear_conv_kernel_dim - 1, channels), dtype),
-        state=jnp.zeros((batch, values, key_dim, c.linear_value_head_dim), jnp.float32),
-    )
+    return _delta_sizes(c).make_cache(batch=batch, dtype=dtype)
 
 
 def _projection(name: str) -> Row:
@@ -327,7 +230,7 @@ QWEN3_5_FAMILY = dataclasses.replace(
         *FAMILY.ignored,
         (r"model\.visual\..*", "the vision tower, which text does not pass through"),
     ),
-    renamed=(("model.language_model.", "model."),),
+    renamed=((r"^model\.language_model\.", "model."),),
     portable_config=dict,
 )
 QWEN3_5_MOE_FAMILY = dataclasses.replace(

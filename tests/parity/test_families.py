@@ -139,6 +139,22 @@ FAMILIES = {
             },
         }
     ),
+    "olmo_hybrid": Row(
+        {
+            "no positions, two heads a key head": {"rope_theta": None},
+            "positions, tied, biases, no negative eigenvalues": {
+                "num_hidden_layers": 4,
+                "num_key_value_heads": 4,
+                "linear_value_head_dim": 8,
+                "linear_num_value_heads": 2,
+                "tie_word_embeddings": True,
+                "attention_bias": True,
+                "linear_allow_neg_eigval": False,
+                **rope("llama3"),
+            },
+        },
+        (*LINEARS, "g_proj", "a_proj", "b_proj"),
+    ),
     "qwen2": Row(
         {
             "windows in late layers": {

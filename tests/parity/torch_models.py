@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 torch = pytest.importorskip("torch")
@@ -86,6 +87,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": TINY,
     **dict.fromkeys(("gemma3_text", "llama", "mistral", "qwen2", "qwen3"), TINY_LLAMA),
     "qwen3_moe": TINY_LLAMA | TINY_MOE,
+    "olmo_hybrid": {
+        **{name: value for name, value in TINY_DENSE_HYBRID.items() if name != "head_dim"},
+        **{"num_hidden_layers": 5, "pad_token_id": None, "eos_token_id": 2},
+    },
     "qwen3_5_text": TINY_DENSE_HYBRID,
     "qwen3_5_moe_text": TINY_SPARSE_HYBRID,
     "qwen3_5_moe": {"text_config": TINY_SPARSE_HYBRID, "vision_config": VISION},
@@ -118,8 +123,27 @@ def write_checkpoint(
             text = getattr(model.model, "language_model", model.model)
             text.norm.weight.sub_(0.8)
     model.save_pretrained(folder)
+    if model_type == "olmo_hybrid":
+        split_convolutions(folder, model)
     tokenizer().save_pretrained(folder)
     return folder
+
+
+def split_convolutions(folder: Path, model: Any) -> None:
+    """Cuts convolutions where queries, keys and values meet, as published files have them.
+
+    transformers 5.24 cuts them into three equal parts.
+    """
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for name, module in model.named_modules():
+        if name.endswith(".linear_attn"):
+            parts = module.conv1d.weight.detach().split(
+                [module.key_dim, module.key_dim, module.value_dim]
+            )
+            named = zip("qkv", parts, strict=True)
+            tensors |= {f"{name}.{side}_conv1d.weight": part.clone() for side, part in named}
+    save_file(tensors, path, {"format": "pt"})
 
 
 def _draw(name: str, shape: tuple[int, ...], generator: Any) -> Any:

@@ -38,6 +38,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma3_text": SIZES | {"attention_bias": True, "sliding_window_pattern": 2},
     "llama": SIZES | {"attention_bias": True, "mlp_bias": True},
     "mistral": SIZES,
+    "olmo_hybrid": HYBRID | {"attention_bias": True},
     "qwen2": SIZES,
     "qwen3": SIZES | {"attention_bias": True},
     "qwen3_5": {"text_config": HYBRID},

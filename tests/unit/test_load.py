@@ -216,7 +216,7 @@ def nested(tmp_path, tensors):
     return write_folder(tmp_path / "nested", stored, shards=3)
 
 
-RENAMING = dataclasses.replace(FAMILY, renamed=(("model.language_model.", "model."),))
+RENAMING = dataclasses.replace(FAMILY, renamed=((r"^model\.language_model\.", "model."),))
 
 
 def test_files_may_have_other_names(nested, tensors):
