@@ -13,8 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from lora_tune import sharding
 from lora_tune.layers.attention import attention
 from lora_tune.models.decoder import LayerInputs
-from lora_tune.models.qwen3_next import GatedDeltaNet
-from lora_tune.models.qwen3_next_config import read_config
+from lora_tune.models.qwen3_next import FAMILY, GatedDeltaNet
 from lora_tune.plan.environment import no_cache
 
 pytest.importorskip("libtpu", reason="compiling for a TPU needs libtpu: pip install '.[test]'")
@@ -51,7 +50,7 @@ def shapes(mesh, dtype, *sizes):
 def test_linear_attention_keeps_its_heads_apart(devices):
     """Over four devices of the tensor axis, tokens travel only where projections are summed."""
     mesh = sharding.make_mesh(tensor=4, devices=devices)
-    config = read_config(
+    config = FAMILY.read_config(
         {
             "num_hidden_layers": 4,
             "hidden_size": 256,
