@@ -12,24 +12,19 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero
-
-from lora_tune.scan import STATES
 
 Body = Callable[[Any, Any, Any, Any], tuple[Any, jax.Array]]
 """`(params, marks, rows, carry) -> (carry, out)` of one chunk."""
 
 
 def chunk_scan(
-    body: Body, *, size: int, params: tuple[jax.Array, ...], marks: Any, rows: Any, carry: Any
+    body: Body, *, size: int, marks: Any, rows: Any, carry: Any
 ) -> tuple[jax.Array, Any]:
-    """Run `body` over chunks of time.
+    """Run `body` over chunks of time; differentiable in rows and carry.
 
     Args:
-      body: closes over no traced value.
+      body: closes over no traced value; its params are empty.
       size: tokens of a chunk; divides T.
-      params: what every chunk reads. Its gradient is summed over the chunks in float32.
       marks: pytree of arrays `[B, T, ...]` without gradients.
       rows: pytree of arrays `[B, T, ...]`.
       carry: pytree; what flows from chunk to chunk, with the dtypes that the body returns.
@@ -37,21 +32,35 @@ def chunk_scan(
     Returns:
       The outputs `[B, T, ...]`, and the last carry.
     """
-    return cast("tuple[jax.Array, Any]", _chunk_scan(body, size, params, marks, rows, carry))
+    return cast("tuple[jax.Array, Any]", _chunk_scan(body, size, marks, rows, carry))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _chunk_scan(
-    body: Body, size: int, params: tuple[jax.Array, ...], marks: Any, rows: Any, carry: Any
-) -> tuple[jax.Array, Any]:
-    out, carry, _ = _forward(body, size, params, marks, rows, carry, keep=False)
+def _chunk_scan(body: Body, size: int, marks: Any, rows: Any, carry: Any) -> tuple[jax.Array, Any]:
+    out, carry, _ = run_chunks(body, size, (), marks, rows, carry, keep=False)
     return out, carry
 
 
-def _forward(
+def _keeping(body: Body, size: int, marks: Any, rows: Any, carry: Any) -> tuple[Any, Any]:
+    out, carry, carries = run_chunks(body, size, (), marks, rows, carry, keep=True)
+    return (out, carry), ((), marks, rows, carries)
+
+
+def _backward(body: Body, size: int, kept: Any, cotangents: tuple[jax.Array, Any]) -> tuple:
+    _, d_rows, d_carry = pull_chunks(body, size, kept, cotangents)
+    return None, d_rows, d_carry
+
+
+_chunk_scan.defvjp(_keeping, _backward)
+
+
+def run_chunks(
     body: Body, size: int, params: Any, marks: Any, rows: Any, carry: Any, *, keep: bool
 ) -> tuple[jax.Array, Any, Any]:
-    """Return outputs, last carry and, where they are to be kept, the carries before each chunk."""
+    """Return outputs, last carry and, where they are to be kept, the carries before each chunk.
+
+    Arguments are those of `chunk_scan`, and the params that every chunk reads.
+    """
     marks, rows = _tied(marks, rows)
 
     def step(state: Any, i: jax.Array) -> tuple[Any, Any]:
@@ -67,42 +76,18 @@ def _forward(
     return out, carry, carries
 
 
-def _keeping(
-    body: Body, size: int, params: tuple[Any, ...], marks: Any, rows: Any, carry: Any
-) -> tuple[Any, Any]:
-    # What is frozen gets no gradient. Which that is, the structure of what is kept tells.
-    trained = [param.value if param.perturbed else None for param in params]
-    frozen = [None if param.perturbed else param.value for param in params]
-    given = jax.tree.map(lambda primal: primal.value, (params, marks, rows, carry))
-    out, carry, carries = _forward(body, size, *given, keep=True)
-    # A remat policy that keeps them, and the output, spares the layer a second forward scan.
-    carries = checkpoint_name(carries, STATES)
-    return (out, carry), (trained, frozen, given[1], given[2], carries)
-
-
-def _backward(body: Body, size: int, kept: Any, cotangents: tuple[Any, Any]) -> tuple:
-    trained, frozen, *rest = kept
-
-    def with_frozen(trained: list, *arguments: Any) -> Any:
-        params = tuple(a if b is None else b for a, b in zip(trained, frozen, strict=True))
-        return body(params, *arguments)
-
-    cotangents = jax.tree.map(_instantiated, cotangents, is_leaf=_is_symbolic)
-    d_trained, d_rows, d_carry = _chunks_backward(with_frozen, size, (trained, *rest), cotangents)
-    return tuple(d_trained), None, d_rows, d_carry
-
-
-def _is_symbolic(value: Any) -> bool:
-    return isinstance(value, SymbolicZero)
-
-
-def _instantiated(value: Any) -> jax.Array:
-    return jnp.zeros(value.shape, value.dtype) if _is_symbolic(value) else value
-
-
-def _chunks_backward(
+def pull_chunks(
     body: Body, size: int, kept: Any, cotangents: tuple[jax.Array, Any]
 ) -> tuple[Any, Any, Any]:
+    """Return the gradients of params, summed over the chunks in float32, of rows and first carry.
+
+    Args:
+      body: as in `chunk_scan`.
+      size: tokens of a chunk.
+      kept: params, marks, rows, and the carries before each chunk.
+      cotangents: of the outputs and the last carry.
+    """
+
     def run(*, in_place: bool) -> Callable[..., tuple]:
         return partial(_scan_backward, body, size, in_place=in_place)
 
@@ -135,9 +120,6 @@ def _scan_backward(
     d_params, d_rows, d_carry = state
     d_params = jax.tree.map(lambda d, p: d.astype(p.dtype), d_params, params)
     return d_params, d_rows, d_carry
-
-
-_chunk_scan.defvjp(_keeping, _backward, symbolic_zeros=True)
 
 
 def _tied(marks: Any, rows: Any) -> tuple[Any, Any]:

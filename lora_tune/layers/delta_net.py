@@ -68,7 +68,7 @@ def gated_delta_rule(
     marks = make_marks(segment_ids, batch, time, size)
     # With key width before value heads, all of them are the columns of one product.
     state = jnp.swapaxes(_grouped_state(initial_state, k, v), 2, 3)
-    out, state = chunk_scan(body, size=size, params=(), marks=marks, rows=rows, carry=state)
+    out, state = chunk_scan(body, size=size, marks=marks, rows=rows, carry=state)
     state = jnp.swapaxes(state, 2, 3)
     return out[:, :time].reshape(v.shape), state.reshape(batch, value_heads, *state.shape[-2:])
 
