@@ -421,7 +421,7 @@ def apply_stack(
 
     # XLA cannot hand from loop to loop what an inner one has stacked in the host's memory.
     unrolled = remat == "offload" and len(outer) > 0
-    body = _rematerialise(body, remat, looped=axis is not None and not unrolled)
+    body = _rematerialise(body, remat, looped=axis is not None and not unrolled and length != 1)
     if axis is None:
         carry, (born, ys) = body(carry, (stacked, keys, xs, None))
     else:
