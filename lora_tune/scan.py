@@ -49,6 +49,9 @@ PROJECTED = "projected"
 
 STATES = "states"
 """`checkpoint_name` of the recurrent states before each chunk of a row."""
+
+ROUTED = "routed"
+"""`checkpoint_name` of integers that say which experts a token goes to: small, and kept always."""
 _INPUT = "layer_input"
 _LANES = 128
 
@@ -310,12 +313,12 @@ def _activations(primitive: Any, *_: Any, **__: Any) -> bool:
 
 
 REMAT: Mapping[str, Callable[..., Any]] = {
-    "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.save_only_these_names(PROJECTED, MIXED, STATES),
-    "save_attention": jax.checkpoint_policies.save_only_these_names(MIXED),
+    "full": jax.checkpoint_policies.save_only_these_names(ROUTED),
+    "dots": jax.checkpoint_policies.save_only_these_names(PROJECTED, MIXED, STATES, ROUTED),
+    "save_attention": jax.checkpoint_policies.save_only_these_names(MIXED, ROUTED),
     "none": _activations,
     "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
+        names_which_can_be_saved=[ROUTED],
         names_which_can_be_offloaded=[_INPUT],
         offload_src="device",
         offload_dst="pinned_host",
@@ -323,7 +326,8 @@ REMAT: Mapping[str, Callable[..., Any]] = {
 }
 """What is kept of each layer for the backward pass, by the recipe's name: its input; also what
 projections put out, but for routed experts, the mixer's heads, and its states between chunks; also
-what the mixer's heads put out; everything but weights; its input, on the host.
+what the mixer's heads put out; everything but weights; its input, on the host. And always the
+choice of experts.
 """
 
 
@@ -334,8 +338,8 @@ def _rematerialise(body: Callable, remat: str | None, looped: bool) -> Callable:
     def named(carry: Any, inputs: Any) -> Any:
         return body(checkpoint_name(carry, _INPUT) if remat == "offload" else carry, inputs)
 
-    # A loop keeps XLA from merging the two forward passes, and from running many second ones ahead
-    # of the backward pass; straight-line code needs barriers for that.
+    # A loop of several steps keeps XLA from merging the two forward passes, and from running many
+    # second ones ahead of the backward pass; otherwise that takes barriers.
     return jax.checkpoint(named, prevent_cse=not looped, policy=REMAT[remat])
 
 

@@ -9,7 +9,7 @@ and memory stays that of a round.
 
 The backward pass runs the rounds again: it sends the tokens once more with the gradients of their
 results, recomputes the experts' hidden rows, and returns the gradients of the tokens. Between the
-passes only the tokens themselves are kept.
+passes only the tokens themselves are kept, and where they go.
 
 Shapes: n tokens here, k experts a token, D width; P devices of the axis, L experts on each, C
 capacity.
@@ -17,13 +17,16 @@ capacity.
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.extend
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from lora_tune.layers.grouped import sort_by
+from lora_tune.scan import ROUTED
 
 ROUND_ROWS = 32_768
 """Most rows that a device sends in one round: what bounds the memory of an exchange."""
@@ -135,9 +138,9 @@ def _groups(route: _Route, exchange: Exchange, turn: jax.Array) -> _Groups:
 
 def _passed(ends: jax.Array, size: int) -> jax.Array:
     """How many of the `ends [m, G]` are at or before each index: int32 `[m, size]`."""
-    at = jnp.arange(ends.shape[0])[:, None]
-    marks = jnp.zeros((ends.shape[0], size + 1), jnp.int32).at[at, ends].add(1)
-    return jnp.cumsum(marks, axis=1)[:, :size]
+    # Comparing all takes a TPU less than counting by scatter, which sorts first.
+    index = jnp.arange(size, dtype=ends.dtype)[None, None, :]
+    return jnp.sum(ends[:, :, None] <= index, axis=1, dtype=jnp.int32)
 
 
 def _across(exchange: Exchange, rows: jax.Array) -> jax.Array:
@@ -184,25 +187,26 @@ def run_experts(
 
     @jax.custom_vjp
     def run(leaves: Any, constants: Any, x: Any, weights: Any, chosen: Any) -> jax.Array:
-        def call(*rest: jax.Array) -> jax.Array:
-            return program(*leaves, *constants, *rest)
-
-        return _forward(call, exchange, x, weights, chosen)
+        call = partial(program, *leaves, *constants)
+        return _forward(call, exchange, _route(chosen, exchange), x, weights, chosen)
 
     def forward(leaves: Any, *rest: Any) -> tuple:
         trained = [leaf.value if leaf.perturbed else None for leaf in leaves]
         frozen = [None if leaf.perturbed else leaf.value for leaf in leaves]
-        rest = jax.tree.map(lambda primal: primal.value, rest)
-        return run([leaf.value for leaf in leaves], *rest), (trained, frozen, *rest)
+        constants, x, weights, chosen = jax.tree.map(lambda primal: primal.value, rest)
+        call = partial(program, *(leaf.value for leaf in leaves), *constants)
+        route = jax.tree.map(lambda part: checkpoint_name(part, ROUTED), _route(chosen, exchange))
+        y = _forward(call, exchange, route, x, weights, chosen)
+        return y, (trained, frozen, constants, route, x, weights, chosen)
 
     def backward(kept: tuple, dy: jax.Array) -> tuple:
-        trained, frozen, constants, x, weights, chosen = kept
+        trained, frozen, constants, route, x, weights, chosen = kept
 
         def call(trained: Sequence[jax.Array | None], *rest: jax.Array) -> jax.Array:
             leaves = [a if b is None else b for a, b in zip(trained, frozen, strict=True)]
             return program(*leaves, *constants, *rest)
 
-        return _backward(call, exchange, trained, x, weights, chosen, dy)
+        return _backward(call, exchange, route, trained, x, weights, chosen, dy)
 
     run.defvjp(forward, backward, symbolic_zeros=True)
     return run(jax.tree.leaves(parameters), jax.tree.leaves(constants), x, weights, chosen)
@@ -225,9 +229,13 @@ def _trace(
 
 
 def _forward(
-    call: Callable, exchange: Exchange, x: jax.Array, weights: jax.Array, chosen: jax.Array
+    call: Callable,
+    exchange: Exchange,
+    route: _Route,
+    x: jax.Array,
+    weights: jax.Array,
+    chosen: jax.Array,
 ) -> jax.Array:
-    route = _route(chosen, exchange)
     at = _slot(route, exchange, chosen)
     tokens, top_k = chosen.shape
 
@@ -249,13 +257,13 @@ def _forward(
 def _backward(
     call: Callable,
     exchange: Exchange,
+    route: _Route,
     trained: Sequence[jax.Array | None],
     x: jax.Array,
     weights: jax.Array,
     chosen: jax.Array,
     dy: jax.Array,
 ) -> tuple:
-    route = _route(chosen, exchange)
     at = _slot(route, exchange, chosen)
     tokens, top_k = chosen.shape
 

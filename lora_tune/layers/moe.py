@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from lora_tune import scan, sharding
@@ -90,10 +91,36 @@ def route(logits: jax.Array, top_k: int, *, normalise: bool) -> tuple[jax.Array,
     Returns:
       Weights `[n, top_k]` in the dtype of `logits`, and expert indices `[n, top_k]`.
     """
-    weights, chosen = jax.lax.top_k(jax.nn.softmax(logits.astype(jnp.float32), axis=-1), top_k)
+    shares = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
+    chosen = jax.lax.top_k(jax.lax.stop_gradient(shares), top_k)[1]
+    # What is computed again may be rounded another way: a token keeps its experts.
+    chosen = checkpoint_name(chosen.reshape(-1), scan.ROUTED).reshape(chosen.shape)
+    weights = _pick(shares, chosen)
     if normalise:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
     return weights.astype(logits.dtype), chosen
+
+
+@jax.custom_vjp
+def _pick(x: jax.Array, index: jax.Array) -> jax.Array:
+    """Of each row of x `[n, E]` the entries at its index `[n, k]`, all different.
+
+    Its transpose compares, where that of plain indexing is a scatter, which a TPU sorts first.
+    """
+    return jnp.take_along_axis(x, index, axis=-1, mode="promise_in_bounds")
+
+
+def _pick_forward(x: jax.Array, index: jax.Array) -> tuple:
+    return _pick(x, index), (index, jnp.arange(x.shape[-1], dtype=index.dtype))
+
+
+def _pick_backward(kept: tuple, g: jax.Array) -> tuple:
+    index, entries = kept
+    mine = index[:, :, None] == entries[None, None, :]
+    return jnp.sum(jnp.where(mine, g[:, :, None], 0), axis=1), None
+
+
+_pick.defvjp(_pick_forward, _pick_backward)
 
 
 def dispatch(x: jax.Array, weights: jax.Array, chosen: jax.Array, experts: Experts) -> jax.Array:
@@ -115,6 +142,7 @@ def dispatch(x: jax.Array, weights: jax.Array, chosen: jax.Array, experts: Exper
 def _here(x: jax.Array, weights: jax.Array, chosen: jax.Array, experts: Experts) -> jax.Array:
     n, top_k = chosen.shape
     order, place = sort_by(chosen.reshape(-1), experts.local_experts)
+    order, place = (checkpoint_name(part, scan.ROUTED) for part in (order, place))
     group_sizes = jnp.bincount(chosen.reshape(-1), length=experts.local_experts)
     y = experts(spread(x, order, place, top_k), group_sizes.astype(jnp.int32))
     return jnp.einsum("nkd,nk->nd", permute(y, place, order).reshape(n, top_k, -1), weights)

@@ -73,9 +73,8 @@ def test_each_policy_recomputes_what_it_does_not_keep(scanned):
         work(name, scanned) for name in ("full", "dots", "save_attention", "none", "offload")
     )
     sparse = 2
-    assert none["routing"] == sparse
-    # Once forward, once recomputed, never a third time.
-    assert all(w["routing"] == 2 * sparse for w in (full, dots, save_attention, offload))
+    # Where tokens go is decided once: rounded another way, it might be decided otherwise.
+    assert all(w["routing"] == sparse for w in (full, dots, save_attention, none, offload))
     assert offload == full
     # Of an adapter, `x @ A` alone runs again: what it puts out is as thin as it is cheap. Two
     # layers of linear attention have 3 projections and a shared expert of 4, two others 4 and 3.
