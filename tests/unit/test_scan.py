@@ -367,4 +367,4 @@ def test_a_layer_runs_forward_once_or_with_remat_twice(case):
     passes = 1 if case.get("remat") == "none" else 2
     assert times(jaxpr, "name", name="layer") == passes * model.config.num_hidden_layers
     sparse = sum(is_sparse for _, is_sparse in model.config.layer_kinds())
-    assert times(jaxpr, "top_k") == passes * sparse
+    assert times(jaxpr, "top_k") == sparse  # where tokens go is decided once

@@ -18,8 +18,9 @@ from lora_tune.lora.config import LoraConfig
 from lora_tune.lora.inject import add_lora
 from lora_tune.models import FAMILIES
 from lora_tune.models.decoder import Decoder, DecoderOptions
-from lora_tune.plan import abstract
+from lora_tune.plan import abstract, cost
 from lora_tune.plan.environment import no_cache
+from lora_tune.plan.hlo import parse as parse_hlo
 from lora_tune.plan.topologies import parse
 from lora_tune.training.state import split_model
 
@@ -153,6 +154,19 @@ def test_experts_stay_where_they_are(step):
     sums = [b for b in moved if b[0].startswith("all-reduce")]
     assert sums
     assert max(math.prod(shape) for _, shape, _ in sums) < 128 * 128
+
+
+@pytest.mark.slow
+def test_a_layer_runs_forward_twice_and_no_part_a_third_time(compiled_step):
+    """XLA takes what does not change out of a loop: in one of a single step, all may look so."""
+    _, compiled = compiled_step
+    hlo = compiled.as_text()
+    made = [tuple(sorted(n for n in b[1] if n > 1)) for b in buffers(hlo) if "all-gather" in b[0]]
+    of_attention, of_delta_net = (256, 512), (256, 768)  # the first projections of each
+    assert made.count(of_attention) == made.count(of_delta_net) == 2
+    kernels = cost.count(parse_hlo(hlo), devices=CHIPS).kernels
+    assert kernels["gated_delta_mixer"] == 2 * RUN * BLOCKS
+    assert kernels["gated_delta_mixer_backward"] == RUN * BLOCKS
 
 
 @pytest.mark.slow

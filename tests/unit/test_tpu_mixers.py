@@ -81,6 +81,8 @@ def test_linear_attention_keeps_its_heads_apart(devices):
     moved = re.findall(COLLECTIVE, hlo)
     assert {kind for shape, kind in moved if str(TIME) in shape} == {"all-reduce"}
     assert all("[4," in shape for shape, kind in moved if kind != "all-reduce")  # the convolution's
+    # Two kernels: the forward pass does not run again.
+    assert hlo.count('custom_call_target="tpu_custom_call"') == 2
 
 
 @pytest.mark.slow
