@@ -3,10 +3,11 @@
 
 The other form is what one writes first: repeated key heads, a triangular solve, and autograd
 through a scan that keeps everything. First both are compiled for one TPU v5p chip, in bfloat16:
-temp is the compiler's figure, bytes are what the optimised program reads and writes, loops counted
-as often as they run. Then both run on this machine, alternating, on the same float32 arrays; their
-outputs and gradients are compared before anything is timed. CPU time is that of the whole process,
-whatever else the machine does.
+temp and code are the compiler's figures, bytes are what the optimised program reads and writes,
+loops counted as often as they run. Beside them stands the whole mixer, with convolution, norm and
+gate, as the kernels that a TPU gets and as the loop over chunks. Then both rules run on this
+machine, alternating, on the same float32 arrays; their outputs and gradients are compared before
+anything is timed. CPU time is that of the whole process, whatever else the machine does.
 
     python benchmarks/delta_rule.py                        # B=1, T=1024, Qwen3-Next heads
     taskset -c 0 python benchmarks/delta_rule.py --time 4096 --repeats 3
@@ -24,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
 
+from lora_tune.layers import delta_mixer
 from lora_tune.layers.delta_net import gated_delta_rule
 from lora_tune.plan import cost, hlo
 from lora_tune.plan.environment import prepare
@@ -91,23 +93,57 @@ def make(batch, length, key_heads, value_heads, dim):
     return tuple(jnp.asarray(x, jnp.float32) for x in arrays)
 
 
-def compiled_for_tpu(rule, arrays) -> dict[str, float]:
-    """Megabytes of temp and gigabytes of traffic of a step that is compiled and not run."""
+def compiled_for_tpu(rule, shapes) -> str:
+    """Figures of a forward and backward pass that is compiled for one chip and not run."""
     device = topologies.get_topology_desc(platform="tpu", topology_name="v5:2x2x1").devices[0]
     place = jax.sharding.SingleDeviceSharding(device)
-    kinds = [jnp.bfloat16] * 3 + [jnp.float32] * 2
-    shapes = [
-        jax.ShapeDtypeStruct(x.shape, kind, sharding=place)
-        for x, kind in zip(arrays, kinds, strict=True)
-    ]
+    shapes = [jax.ShapeDtypeStruct(*made, sharding=place) for made in shapes]
 
     def step(*arrays):
-        out, pull = jax.vjp(lambda *x: rule(*x)[0].astype(jnp.bfloat16), *arrays)
+        out, pull = jax.vjp(lambda *x: rule(*x).astype(jnp.bfloat16), *arrays)
         return out, pull(jnp.ones_like(out))
 
+    start = time.perf_counter()
     compiled = jax.jit(step).lower(*shapes).compile()
-    traffic = cost.count(hlo.parse(compiled.as_text()), devices=1).bytes
-    return {"temp": compiled.memory_analysis().temp_size_in_bytes / 1e6, "bytes": traffic / 1e9}
+    seconds, memory = time.perf_counter() - start, compiled.memory_analysis()
+    traffic = cost.count(hlo.parse(compiled.as_text() or ""), devices=1).bytes
+    return (
+        f"temp {memory.temp_size_in_bytes / 1e6:.0f} MB, {traffic / 1e9:.2f} GB of traffic, "
+        f"code {memory.generated_code_size_in_bytes / 1e6:.1f} MB, compiled in {seconds:.0f} s"
+    )
+
+
+def mixer(args, *, kernels):
+    """The mixer of a layer, as a function of what its projections put out."""
+    groups = args.value_heads // args.key_heads
+    heads = delta_mixer.Heads(args.key_heads, groups, args.dim, args.dim)
+    kernel = jnp.ones((4, args.key_heads * heads.inner), jnp.bfloat16)
+    norm = jnp.ones((args.dim,), jnp.bfloat16)
+
+    def mix(*rows):
+        fits = delta_mixer.kernel_fits
+        delta_mixer.kernel_fits = fits if kernels else lambda *_: False
+        try:
+            return delta_mixer.gated_delta_mixer(
+                *rows, kernel=kernel, norm_weight=norm, heads=heads, eps=1e-6
+            )
+        finally:
+            delta_mixer.kernel_fits = fits
+
+    lead = (args.batch, args.time)
+    packed = (*lead, args.key_heads * (heads.inner + heads.outer))
+    gates = ((*lead, args.value_heads), jnp.float32)
+    return mix, [(packed, jnp.bfloat16), gates, gates]
+
+
+def print_compiled(args, arrays) -> None:
+    kinds = [jnp.bfloat16] * 3 + [jnp.float32] * 2
+    shapes = [(x.shape, kind) for x, kind in zip(arrays, kinds, strict=True)]
+    for name, rule in {"ours": gated_delta_rule, "straightforward": straightforward}.items():
+        figures = compiled_for_tpu(lambda *x, rule=rule: rule(*x)[0], shapes)
+        print(f"{name:16s} {figures}")
+    for name, kernels in {"mixer, kernels": True, "mixer, loop": False}.items():
+        print(f"{name:16s} {compiled_for_tpu(*mixer(args, kernels=kernels))}")
 
 
 def seconds(step, arrays):
@@ -128,9 +164,7 @@ def main() -> None:
     weights = jnp.ones_like(arrays[2])
     rules = {"ours": gated_delta_rule, "straightforward": straightforward}
     print(f"{vars(args)}; TPU v5p, compiled, bfloat16:")
-    for name, rule in rules.items():
-        figures = compiled_for_tpu(rule, arrays)
-        print(f"{name:16s} temp {figures['temp']:.0f} MB, {figures['bytes']:.1f} GB of traffic")
+    print_compiled(args, arrays)
     steps = {name: step_of(rule, weights) for name, rule in rules.items()}
     results = [jax.tree.leaves(step(arrays)) for step in steps.values()]
     gap = max(float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in zip(*results, strict=True))

@@ -182,7 +182,8 @@ def _read(form: Form, packed: Array, columns: Array) -> tuple[Array, Array]:
 
 
 def _forward_kernel(form: Form, keep: bool, *refs: Any) -> None:
-    taps, norm, packed, gates, columns, rows, y, *states, state, before = refs
+    taps, norm, packed, gates, columns, rows, y, *states = refs[:-2]
+    state, before = refs[-2:]
 
     @pl.when(pl.program_id(2) == 0)
     def _() -> None:
@@ -211,10 +212,10 @@ def _backward_kernel(form: Form, *refs: Any) -> None:
 
     masks = Masks(columns[0], rows[0, 0])
     x, z = _read(form, packed[0], masks.columns)
-    before, _ = _read(form, earlier[0], earlier_columns[0])
+    before = _read(form, earlier[0], earlier_columns[0])[0]
     before = jnp.where(step == pl.num_programs(2) - 1, 0.0, before)
     primals = (taps[0], norm[...], x, z, before, gates[0, 0, 0], states[0, 0, 0])
-    _, pull = jax.vjp(partial(matrix_chunk, form, masks), *primals)
+    pull = jax.vjp(partial(matrix_chunk, form, masks), *primals)[1]
     d = pull((d_state[...], d_y[0].astype(jnp.float32)))
     d_taps[0, 0] += d[0]
     d_norm[0, 0] += d[1]

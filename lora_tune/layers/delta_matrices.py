@@ -9,8 +9,8 @@ Shapes: C tokens of a chunk, G value heads that a key head serves, Dk and Dv the
 heads, W = 2 Dk + G Dv the convolved channels.
 """
 
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -69,18 +69,25 @@ def _dot(a: jax.Array, b: jax.Array, over: tuple[int, int], precision: Any) -> j
     return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
+def _with_derivative(
+    run: Callable[..., Any], forward: Any, backward: Any, static: tuple[int, ...]
+) -> Callable[..., jax.Array]:
+    function = jax.custom_vjp(run, nondiff_argnums=static)
+    function.defvjp(forward, backward)
+    return cast(Callable[..., jax.Array], function)
+
+
 # The derivatives of jax's own product transpose matrices; these multiply them as they lie.
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _product(a: jax.Array, b: jax.Array, kind: str, precision: Any) -> jax.Array:
+def _multiply(a: jax.Array, b: jax.Array, kind: str, precision: Any) -> jax.Array:
     """`a b`, `a b^T` or `a^T b`, by kind: "nn", "nt" or "tn"."""
     return _dot(a, b, {"nn": (1, 0), "nt": (1, 1), "tn": (0, 0)}[kind], precision)
 
 
-def _product_forward(a: jax.Array, b: jax.Array, kind: str, precision: Any) -> tuple:
+def _multiply_forward(a: jax.Array, b: jax.Array, kind: str, precision: Any) -> tuple:
     return _product(a, b, kind, precision), (a, b)
 
 
-def _product_backward(kind: str, precision: Any, kept: tuple, g: jax.Array) -> tuple:
+def _multiply_backward(kind: str, precision: Any, kept: tuple, g: jax.Array) -> tuple:
     a, b = kept
     if kind == "nn":
         return _product(g, b, "nt", precision), _product(a, g, "tn", precision)
@@ -89,49 +96,47 @@ def _product_backward(kind: str, precision: Any, kept: tuple, g: jax.Array) -> t
     return _product(b, g, "nt", precision), _product(a, g, "nn", precision)
 
 
-_product.defvjp(_product_forward, _product_backward)
+_product = _with_derivative(_multiply, _multiply_forward, _multiply_backward, (2, 3))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _earlier(x: jax.Array, before: jax.Array, steps: int) -> jax.Array:
+def _shift(x: jax.Array, before: jax.Array, steps: int) -> jax.Array:
     """Row t of the result is row t - steps of x, or of the chunk before."""
     index = jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
     return jnp.where(index >= steps, pltpu.roll(x, steps, 0), pltpu.roll(before, steps, 0))
 
 
-def _earlier_forward(x: jax.Array, before: jax.Array, steps: int) -> tuple:
+def _shift_forward(x: jax.Array, before: jax.Array, steps: int) -> tuple:
     return _earlier(x, before, steps), None
 
 
-def _earlier_backward(steps: int, _: None, g: jax.Array) -> tuple:
+def _shift_backward(steps: int, _: None, g: jax.Array) -> tuple:
     size = g.shape[0]
     g = pltpu.roll(g, size - steps, 0)
     mine = jax.lax.broadcasted_iota(jnp.int32, g.shape, 0) < size - steps
     return jnp.where(mine, g, 0.0), jnp.where(mine, 0.0, g)
 
 
-_earlier.defvjp(_earlier_forward, _earlier_backward)
+_earlier = _with_derivative(_shift, _shift_forward, _shift_backward, (2,))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _solve(lower: jax.Array, rhs: jax.Array, precision: Any) -> jax.Array:
+def _substitute(lower: jax.Array, rhs: jax.Array, precision: Any) -> jax.Array:
     """Return x with (I + lower) x = rhs; the gradient never passes through the inverse."""
     return _product(_unit_lower_inverse(lower), rhs, "nn", precision)
 
 
-def _solve_forward(lower: jax.Array, rhs: jax.Array, precision: Any) -> tuple:
+def _substitute_forward(lower: jax.Array, rhs: jax.Array, precision: Any) -> tuple:
     inverse = _unit_lower_inverse(lower)
     x = _product(inverse, rhs, "nn", precision)
     return x, (inverse, x)
 
 
-def _solve_backward(precision: Any, kept: tuple, g: jax.Array) -> tuple:
+def _substitute_backward(precision: Any, kept: tuple, g: jax.Array) -> tuple:
     inverse, x = kept
     d_rhs = _product(inverse, g, "tn", precision)
     return -_product(d_rhs, x, "nt", precision), d_rhs
 
 
-_solve.defvjp(_solve_forward, _solve_backward)
+_solve = _with_derivative(_substitute, _substitute_forward, _substitute_backward, (2,))
 
 
 def _unit_lower_inverse(lower: jax.Array) -> jax.Array:
@@ -148,7 +153,8 @@ def _unit_lower_inverse(lower: jax.Array) -> jax.Array:
 
 
 def _indices(shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    return tuple(jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+    row, column = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+    return row, column
 
 
 def matrix_chunk(form: Form, masks: Masks, taps, norm_weight, x, z, before, gates, state) -> tuple:
@@ -246,10 +252,11 @@ def _gated(out: jax.Array, z: jax.Array, weight: jax.Array, form: Form) -> jax.A
     return out * (z * jax.nn.sigmoid(z))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
+def _round(x: jax.Array, dtype: Any) -> jax.Array:
     """x in the precision of dtype, as float32; its gradient is not rounded."""
     return x.astype(dtype).astype(jnp.float32)
 
 
-_rounded.defvjp(lambda x, dtype: (_rounded(x, dtype), None), lambda dtype, _, g: (g,))
+_rounded = _with_derivative(
+    _round, lambda x, dtype: (_round(x, dtype), None), lambda dtype, _, g: (g,), (1,)
+)

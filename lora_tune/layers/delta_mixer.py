@@ -98,7 +98,7 @@ def _mixer_forward(form: Form, params: Any, rows: Any, marks: Any) -> tuple[Arra
 
 def _mixer_backward(form: Form, kept: tuple, d_y: Any) -> tuple:
     if isinstance(d_y, SymbolicZero):
-        d_y = jnp.zeros(d_y.shape, d_y.dtype)
+        d_y = jnp.zeros(d_y.shape, form.dtype)
     taps = (kept[0][0] if kept[1][0] is None else kept[1][0]).shape[1]
     d_params, d_rows = _choose(
         form, taps, partial(_pull_kernel, form), partial(_pull_loop, form), *kept, d_y
