@@ -31,7 +31,7 @@ FUSED_TYPES = frozenset({"qwen2_moe", "qwen3_moe", "qwen3_next"})
 """Model types whose routed experts PEFT fuses when it loads an adapter."""
 PARAMETER_TYPES = frozenset({"qwen3_5_moe", "qwen3_5_moe_text"})
 """Model types whose routed experts PEFT adapts as parameters alone: it does not convert files."""
-TEXT_PART: Mapping[str, str] = {"gemma3": "language_model"}
+TEXT_PART: Mapping[str, str] = dict.fromkeys(("gemma3", "gemma4"), "language_model")
 """Model types with projections of the same names elsewhere -> what names of the text model have.
 
 PEFT would put adapters on those of the vision tower too, and find no weights for them.

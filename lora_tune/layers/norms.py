@@ -39,14 +39,21 @@ class RMSNorm(nnx.Module):
 
 
 class PlainRMSNorm(nnx.Module):
-    """`normalise(x) * weight`."""
+    """`normalise(x) * weight`.
 
-    def __init__(self, features: int, *, eps: float, dtype: DTypeLike):
+    With `exact`, the product is float32 as well; otherwise its left side is first rounded to the
+    dtype of `x`, as Llama does.
+    """
+
+    def __init__(self, features: int, *, eps: float, dtype: DTypeLike, exact: bool = False):
         self.weight = weight((features,), dtype, axes=(None,), init=ONES)
         self.eps = eps
+        self.exact = exact
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalises the last axis of `[..., D]`."""
+        if self.exact:
+            return _scale(rms_normalise(x, self.eps), self.weight[...]).astype(x.dtype)
         return _weigh(x, self.weight[...], self.eps)
 
 

@@ -24,6 +24,18 @@ def rope_frequencies(rotary_dim: int, theta: float) -> Float[np.ndarray, " half"
     return (1.0 / theta**exponent).astype(np.float32)
 
 
+def proportional_frequencies(
+    head_dim: int, theta: float, *, proportion: float, factor: float
+) -> Float[np.ndarray, " half"]:
+    """Return the frequencies of whole heads for a proportion of their pairs, and 0 for the rest.
+
+    transformers' rope type `proportional`. float32, [head_dim / 2].
+    """
+    turned = int(proportion * head_dim // 2)
+    frequencies = rope_frequencies(head_dim, theta) / np.float32(factor)
+    return np.where(np.arange(head_dim // 2) < turned, frequencies, np.float32(0))
+
+
 def scale_llama3(
     inv_freq: Float[np.ndarray, " half"],
     *,

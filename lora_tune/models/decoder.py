@@ -46,6 +46,10 @@ def _one(config: Any) -> float:
     return 1.0
 
 
+def _none(config: Any) -> None:
+    return None
+
+
 @dataclasses.dataclass(frozen=True)
 class Family:
     """One model family: how to read its configuration, build a layer and name its tensors.
@@ -59,6 +63,7 @@ class Family:
       layer_rows, top_rows, ignored, renamed, fused, layer_prefix: see `lora_tune.hf.table`.
       make_norm: `(features, eps=, dtype=) -> norm` behind the last layer.
       embedding_scale: `config ->` what embeddings of tokens are multiplied by.
+      logit_cap: `config ->` the bound that logits are bent to stay within, None for none.
       not_adaptable: layer paths of projections that never carry an adapter, e.g. routers.
       portable_config: a `config.json` -> the same with all that only lora_tune understands spelled
         out for other libraries; exports write it.
@@ -72,6 +77,7 @@ class Family:
     ignored: Sequence[tuple[str, str]]
     make_norm: Callable[..., nnx.Module] = RMSNorm
     embedding_scale: Callable[[Any], float] = _one
+    logit_cap: Callable[[Any], float | None] = _none
     not_adaptable: Sequence[str] = ()
     renamed: Sequence[tuple[str, str]] = ()
     fused: Sequence[tuple[str, Sequence[str]]] = ()
@@ -323,7 +329,11 @@ class Decoder(nnx.Module):
             return self._score(h, targets)
         if last is not None:
             h = jnp.take_along_axis(h, last[:, None, None], axis=1)[:, 0]
-        _, logits = scan.apply_stack(self._head(), None, _score_all, axis=None, xs=h, unshard=True)
+
+        def score_all(head: Any, _: None, h: jax.Array) -> tuple[None, jax.Array]:
+            return None, self._project(head, h)
+
+        _, logits = scan.apply_stack(self._head(), None, score_all, axis=None, xs=h, unshard=True)
         return logits
 
     def _run_layers(
@@ -400,7 +410,7 @@ class Decoder(nnx.Module):
         """Scores targets `[B, T]`."""
         nll, correct = cross_entropy(
             self._head(),
-            _project,
+            self._project,
             h.reshape(targets.size, -1),
             targets.reshape(-1),
             vocab_size=self.config.vocab_size,
@@ -408,10 +418,7 @@ class Decoder(nnx.Module):
         )
         return nll.reshape(targets.shape), correct.reshape(targets.shape)
 
-
-def _project(head: Linear | Embed, h: jax.Array) -> jax.Array:
-    return head.attend(h) if isinstance(head, Embed) else head(h)
-
-
-def _score_all(head: Any, _: None, h: jax.Array) -> tuple[None, jax.Array]:
-    return None, _project(head, h)
+    def _project(self, head: Linear | Embed, h: jax.Array) -> jax.Array:
+        logits = head.attend(h) if isinstance(head, Embed) else head(h)
+        cap = self.family.logit_cap(self.config)
+        return logits if cap is None else jnp.tanh(logits / cap) * cap

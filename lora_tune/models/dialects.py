@@ -141,5 +141,66 @@ GEMMA3_MULTIMODAL = dataclasses.replace(
         ),
     ),
 )
+GEMMA4 = Dialect(
+    model_type="gemma4_text",
+    defaults={
+        "vocab_size": 262144,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 131072,
+        "final_logit_softcapping": None,
+        "global_head_dim": 512,
+        "num_global_key_value_heads": None,
+        "attention_k_eq_v": False,
+        "hidden_size_per_layer_input": 256,
+    },
+    only={
+        "hidden_activation": ("gelu_pytorch_tanh",),
+        "attention_dropout": (0, 0.0, None),
+        "use_bidirectional_attention": (None, "vision"),
+        "num_kv_shared_layers": (0, None),
+        "enable_moe_block": (False, None),
+        "quantization_config": (None,),
+    },
+    ignored=(
+        *("vocab_size_per_layer_input", "use_double_wide_mlp"),
+        *("num_experts", "top_k_experts", "moe_intermediate_size"),
+    ),
+    biases=("attention_bias",),
+    qk_norm=True,
+    windows="cycle",
+    theta=1e6,
+    local_theta=1e4,
+    activation="gelu_pytorch_tanh",
+    sandwiched=True,
+    scaled_embeddings=True,
+    unscaled=True,
+    global_rope=(("rope_type", "proportional"), ("partial_rotary_factor", 0.25)),
+    global_heads=True,
+    value_norm=True,
+    exact_norms=True,
+    scaled_layers=True,
+)
+GEMMA4_MULTIMODAL = dataclasses.replace(
+    GEMMA4,
+    model_type="gemma4",
+    multimodal=True,
+    prefix="model.language_model.",
+    passed_by=(
+        (
+            r"model\.(vision_tower|audio_tower|embed_vision|embed_audio)\..*",
+            "the towers of pictures and sounds, which text does not pass through",
+        ),
+    ),
+)
 
-ALL = (GEMMA3, GEMMA3_MULTIMODAL, LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE)
+ALL = (
+    *(GEMMA3, GEMMA3_MULTIMODAL, GEMMA4, GEMMA4_MULTIMODAL),
+    *(LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE),
+)

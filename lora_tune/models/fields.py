@@ -38,7 +38,8 @@ def has_type_of(value: Any, example: Any) -> bool:
 def value_problems(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with the fields that are one number or one truth value."""
     for name, default in defaults.items():
-        value, least = values[name], 0 if name.startswith("num_experts") else 1
+        zero = name.startswith("num_experts") or name.endswith("_per_layer_input")
+        value, least = values[name], 0 if zero else 1
         if not has_type_of(value, default):
             yield f"{name} is {value!r}, expected {type(default).__name__}"
         elif type(default) is int and value < least:
@@ -65,6 +66,8 @@ _MULTIMODAL = frozenset(
     {
         *("text_config", "vision_config", "audio_config", "tie_word_embeddings"),
         *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
+        *("audio_token_id", "boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_index"),
+        *("eoa_token_id", "vision_soft_tokens_per_image"),
         *("image_token_index", "boi_token_index", "eoi_token_index", "mm_tokens_per_image"),
     }
 )

@@ -16,6 +16,7 @@ from lora_tune.layers import sequence
 from lora_tune.layers.rope import (
     apply_rope,
     dynamic_frequencies,
+    proportional_frequencies,
     rope_frequencies,
     scale_llama3,
     yarn_frequencies,
@@ -31,6 +32,7 @@ _NEEDED: Mapping[str, tuple[str, ...]] = {
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
     "yarn": ("factor", _ORIGINAL),
+    "proportional": (),
 }
 """Rope type -> the numbers it cannot do without."""
 
@@ -42,7 +44,8 @@ _OPTIONAL: Mapping[str, Mapping[str, Any]] = {
         "mscale": None,
         "mscale_all_dim": None,
         "truncate": True,
-    }
+    },
+    "proportional": {"factor": 1.0},
 }
 """Rope type -> further fields, and what stands for null."""
 
@@ -54,7 +57,7 @@ class Rope:
     """The rotation of queries and keys in one kind of layer.
 
     Attributes:
-      rope_type: `default`, `linear`, `dynamic`, `llama3` or `yarn`.
+      rope_type: `default`, `linear`, `dynamic`, `llama3`, `yarn` or `proportional`.
       theta: the base.
       rotary_dim: the leading dimensions of a head that turn.
       max_positions: `max_position_embeddings`.
@@ -79,6 +82,8 @@ class Rope:
             taken = {"attention_factor", "mscale", "mscale_all_dim"}
             numbers = {name: value for name, value in options.items() if name not in taken}
             return yarn_frequencies(self.rotary_dim, self.theta, **numbers)
+        if self.rope_type == "proportional":
+            return proportional_frequencies(self.rotary_dim, self.theta, **options)
         plain = rope_frequencies(self.rotary_dim, self.theta)
         if self.rope_type == "linear":
             return plain / np.float32(options["factor"])
@@ -186,10 +191,13 @@ def make_rope(rope: Mapping[str, Any], head_dim: int, max_positions: int) -> Rop
     optional = _OPTIONAL.get(kind, {})
     given = {name: rope.get(name) for name in optional}
     filled = {name: optional[name] if v is None else v for name, v in given.items()}
+    part = rope.get("partial_rotary_factor") or 1.0
+    if kind == "proportional":  # whole heads turn, though most of their dimensions by nothing
+        filled["proportion"], part = float(part), 1.0
     return Rope(
         rope_type=kind,
         theta=float(rope["rope_theta"]),
-        rotary_dim=int(head_dim * (rope.get("partial_rotary_factor") or 1.0)),
+        rotary_dim=int(head_dim * part),
         max_positions=max_positions,
         options=(*((name, rope[name]) for name in _NEEDED[kind]), *filled.items()),
     )

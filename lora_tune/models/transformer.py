@@ -7,6 +7,7 @@ H head dim.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 from flax import nnx
@@ -16,7 +17,8 @@ from lora_tune.cache import AttentionCache, Entry
 from lora_tune.hf.table import Row
 from lora_tune.layers.linear import Linear
 from lora_tune.layers.moe import MLP, SparseMoe
-from lora_tune.layers.norms import PlainRMSNorm, RMSNorm
+from lora_tune.layers.norms import PlainRMSNorm, RMSNorm, rms_normalise
+from lora_tune.layers.weights import ONES, weight
 from lora_tune.models.attention import attend, make_attention_cache
 from lora_tune.models.decoder import Family, LayerInputs
 from lora_tune.models.transformer_config import (
@@ -28,21 +30,25 @@ from lora_tune.models.transformer_config import (
 )
 
 
-def norm_of(dialect: Dialect) -> type[PlainRMSNorm] | type[RMSNorm]:
-    """The norm of a family's layers."""
-    return RMSNorm if dialect.zero_centred else PlainRMSNorm
+def norm_of(dialect: Dialect) -> Callable[..., nnx.Module]:
+    """The norm of a family's layers: `(features, eps=, dtype=) -> norm`."""
+    if dialect.zero_centred:
+        return RMSNorm
+    return functools.partial(PlainRMSNorm, exact=True) if dialect.exact_norms else PlainRMSNorm
 
 
 class Attention(nnx.Module):
     """Grouped-query attention with rope, over all earlier tokens or a window of them."""
 
     def __init__(self, c: TransformerConfig, layer_type: str, *, dtype: DTypeLike):
-        n, k, h, d = c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.hidden_size
+        n, d = c.num_attention_heads, c.hidden_size
+        k, h = c.heads(layer_type)
         linear = functools.partial(Linear, dtype=dtype)
         into = functools.partial(linear, axes=("embed", "heads"), bias=c.qkv_bias)
         self.q_proj = into(d, n * h)
         self.k_proj = into(d, k * h)
-        self.v_proj = into(d, k * h)
+        if not c.values_are_keys(layer_type):
+            self.v_proj = into(d, k * h)
         self.o_proj = linear(n * h, d, axes=("heads", "embed"), bias=c.attention_bias)
         if c.dialect.qk_norm:
             norm = norm_of(c.dialect)
@@ -56,8 +62,11 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, Entry | None]:
         """Mixes `[B, T, D]` over time."""
         c = self.config
-        shape = (*x.shape[:2], -1, c.head_dim)
-        q, k, v = (p(x).reshape(shape) for p in (self.q_proj, self.k_proj, self.v_proj))
+        shape = (*x.shape[:2], -1, c.heads(self.layer_type)[1])
+        q, k = self.q_proj(x).reshape(shape), self.k_proj(x).reshape(shape)
+        v = k if c.values_are_keys(self.layer_type) else self.v_proj(x).reshape(shape)
+        if c.dialect.value_norm:
+            v = rms_normalise(v, c.rms_norm_eps).astype(v.dtype)
         if c.dialect.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = c.rope(self.layer_type).turn(inputs, q, k)
@@ -84,6 +93,9 @@ class Layer(nnx.Module):
         if self.sandwiched:
             self.pre_feedforward_layernorm = norm()
             self.post_feedforward_layernorm = norm()
+        self.scaled = c.dialect.scaled_layers
+        if self.scaled:
+            self.layer_scalar = weight((1,), dtype, axes=(None,), init=ONES)
         if sparse:
             self.mlp = SparseMoe(
                 c.hidden_size,
@@ -113,20 +125,26 @@ class Layer(nnx.Module):
             return h + self.mlp(self.post_attention_layernorm(h)), entry
         h = h + self.post_attention_layernorm(mixed)
         fed = self.mlp(self.pre_feedforward_layernorm(h))
-        return h + self.post_feedforward_layernorm(fed), entry
+        h = h + self.post_feedforward_layernorm(fed)
+        return (
+            h * self.layer_scalar[...].astype(h.dtype)[None, None, :] if self.scaled else h
+        ), entry
 
 
 def make_cache(
     c: TransformerConfig, kind: Kind, *, batch: int, size: int, dtype: DTypeLike
 ) -> AttentionCache:
     """An empty cache of a layer for `batch` rows of `size` slots."""
-    return make_attention_cache(
-        c.num_key_value_heads, c.head_dim, batch=batch, size=size, dtype=dtype
-    )
+    heads, width = c.heads(kind[0])
+    return make_attention_cache(heads, width, batch=batch, size=size, dtype=dtype)
 
 
 def _embedding_scale(c: TransformerConfig) -> float:
     return c.hidden_size**0.5 if c.dialect.scaled_embeddings else 1.0
+
+
+def _logit_cap(c: TransformerConfig) -> float | None:
+    return c.final_logit_softcapping
 
 
 _PROJECTIONS = (
@@ -149,10 +167,12 @@ def make_family(dialect: Dialect) -> Family:
         make_cache=make_cache,
         make_norm=norm_of(dialect),
         embedding_scale=_embedding_scale,
+        logit_cap=_logit_cap,
         layer_rows=(
             *(Row(f"{name}.weight", f"{name}.weight") for name in _NORMS),
             *(Row(f"{name}.kernel", f"{name}.weight", "transpose") for name in _PROJECTIONS),
             *(Row(f"{name}.bias", f"{name}.bias") for name in _PROJECTIONS),
+            Row("layer_scalar", "layer_scalar"),
             Row("mlp.gate.kernel", "mlp.gate.weight", "transpose"),
             *(
                 Row(f"mlp.experts.{name}.kernel", f"mlp.experts.{{e}}.{name}.weight", "transpose")

@@ -13,6 +13,7 @@ from lora_tune.errors import InputError
 from lora_tune.models.fields import (
     has_type_of,
     list_problems,
+    positive,
     sparse_layers,
     text_fields,
     unknown_fields,
@@ -50,6 +51,13 @@ class Dialect:
       zero_centred: norms scale by 1 + weight.
       sandwiched: attention and feed-forward have a norm behind them as well.
       scaled_embeddings: embeddings are multiplied by the root of their width.
+      unscaled: products of queries and keys are not scaled.
+      global_rope: rope fields of layers without a window, where `rope_parameters` is missing.
+      global_heads: layers without a window may have heads of their own: `global_head_dim`, and with
+        `attention_k_eq_v`, which also makes keys the values, `num_global_key_value_heads`.
+      value_norm: values are normalised, without a weight.
+      exact_norms: norms are float32 throughout, see `PlainRMSNorm`.
+      scaled_layers: each layer's output is multiplied by a number of its own.
       multimodal: the fields are those of `text_config`.
       prefix: how the names of tensors of the text model begin.
       renamed, passed_by: see `renamed` and `ignored` of `lora_tune.hf.table`.
@@ -70,6 +78,12 @@ class Dialect:
     zero_centred: bool = False
     sandwiched: bool = False
     scaled_embeddings: bool = False
+    unscaled: bool = False
+    global_rope: Sequence[tuple[str, Any]] = ()
+    global_heads: bool = False
+    value_norm: bool = False
+    exact_norms: bool = False
+    scaled_layers: bool = False
     multimodal: bool = False
     prefix: str = "model."
     renamed: Sequence[tuple[str, str]] = ()
@@ -106,6 +120,10 @@ class TransformerConfig:
     sparse_layers: tuple[bool, ...]
     ropes: tuple[tuple[str, Rope], ...]
     query_pre_attn_scalar: int | None = None
+    final_logit_softcapping: float | None = None
+    global_head_dim: int | None = None
+    num_global_key_value_heads: int | None = None
+    attention_k_eq_v: bool = False
     num_experts: int = 0
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
@@ -123,7 +141,22 @@ class TransformerConfig:
     @property
     def attention_scale(self) -> float:
         """What the products of queries and keys are multiplied by."""
+        if self.dialect.unscaled:
+            return 1.0
         return (self.query_pre_attn_scalar or self.head_dim) ** -0.5
+
+    def values_are_keys(self, layer_type: str) -> bool:
+        """Whether layers of a type have no projection to values."""
+        return self.attention_k_eq_v and layer_type == FULL
+
+    def heads(self, layer_type: str) -> tuple[int, int]:
+        """Key/value heads, and the width of every head, in layers of a type."""
+        count, width = self.num_key_value_heads, self.head_dim
+        if layer_type == FULL and self.dialect.global_heads:
+            width = self.global_head_dim or width
+            if self.attention_k_eq_v:
+                count = self.num_global_key_value_heads or count
+        return count, width
 
     def rope(self, layer_type: str) -> Rope:
         """The rotation in layers of a type."""
@@ -132,6 +165,13 @@ class TransformerConfig:
 
 _NO_EXPERTS: Mapping[str, Any] = {"num_experts": 0, "decoder_sparse_step": 1}
 _FOLLOW = ("num_key_value_heads", "head_dim")
+_NULLABLE: Mapping[str, Any] = {
+    "global_head_dim": 1,
+    "num_global_key_value_heads": 1,
+    "final_logit_softcapping": 1.0,
+}
+"""Fields that may be null -> an example of their type."""
+_GLOBAL = ("global_head_dim", "num_global_key_value_heads")
 _FIELDS = (*_FOLLOW, "max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters")
 _FIELDS += ("original_max_position_embeddings",)
 _ROUTING = ("mlp_only_layers", "output_router_logits", "router_aux_loss_coef")
@@ -153,11 +193,15 @@ def read_config(dialect: Dialect, hf: Mapping[str, Any]) -> TransformerConfig:
     """
     hf, around = text_fields(hf) if dialect.multimodal else (hf, [])
     hf, twice = _under_one_name(dialect, hf)
+    hf, layered = _without_layers(dialect, hf)
     values = {name: hf.get(name, default) for name, default in dialect.defaults.items()}
-    sizes = {name: value for name, value in dialect.defaults.items() if name not in _FOLLOW}
+    null = {name for name in _NULLABLE if values.get(name) is None}
+    checked = values.keys() - null - set(_FOLLOW)
+    sizes = {n: v for n, v in {**dialect.defaults, **_NULLABLE}.items() if n in checked}
     problems = [
         *around,
         *twice,
+        *layered,
         *value_problems(values, sizes),
         *unsupported(hf, dialect.only),
         *unknown_fields(hf, _known(dialect)),
@@ -185,8 +229,10 @@ def _make_config(
 ) -> TransformerConfig:
     types, window = _types_and_window(dialect, hf, values)
     most = values["max_position_embeddings"]
+    widths = {SLIDING: values["head_dim"], FULL: values["head_dim"]}
+    widths[FULL] = values.get("global_head_dim") or widths[FULL]
     ropes = {
-        kind: make_rope(rope, values["head_dim"], most)
+        kind: make_rope(rope, widths[kind], most)
         for kind, (_, rope) in _ropes(dialect, hf, values).items()
     }
     sparse = sparse_layers({**_NO_EXPERTS, **values}, hf.get("mlp_only_layers"))
@@ -221,7 +267,10 @@ def _types_and_window(
         return tuple(hf["layer_types"]), window
     if dialect.windows == "cycle":
         cycle = hf.get("sliding_window_pattern", 6)
-        return tuple(SLIDING if (i + 1) % cycle else FULL for i in range(layers)), window
+        types = [SLIDING if (i + 1) % cycle else FULL for i in range(layers)]
+        if dialect.global_heads:
+            types[-1] = FULL
+        return tuple(types), window
     first = hf.get("max_window_layers", 28) if dialect.windows == "late" else 0
     first = layers if window is None else first
     return tuple(SLIDING if i >= first else FULL for i in range(layers)), window
@@ -268,7 +317,8 @@ def _ropes(
         one = completed(rope_fields(hf), hf, rope_theta=theta, **most)
         return dict.fromkeys((FULL, SLIDING), ("rope_parameters", one))
     fields = hf.get("rope_parameters") or {}
-    full = {**(fields.get(FULL) or {}), **(hf.get("rope_scaling") or {})}
+    given = fields.get(FULL) or ({} if fields else dict(dialect.global_rope))
+    full = {**given, **(hf.get("rope_scaling") or {})}
     local = hf.get("rope_local_base_freq", dialect.local_theta)
     return {
         FULL: (f"rope_parameters.{FULL}", completed(full, hf, rope_theta=theta, **most)),
@@ -292,7 +342,7 @@ def _rope_problems(
     yield from (f"{name} is {value!r}, expected an object" for name, value in wrong.items())
     if not wrong:
         for where, rope in dict(_ropes(dialect, hf, values).values()).items():
-            yield from rope_problems(rope, where)
+            yield from rope_problems(rope, where, partial=rope["rope_type"] == "proportional")
 
 
 def _bias_problems(dialect: Dialect, hf: Mapping[str, Any]) -> Iterator[str]:
@@ -312,10 +362,36 @@ def _under_one_name(dialect: Dialect, hf: Mapping[str, Any]) -> tuple[dict[str, 
     return named, problems
 
 
+def _without_layers(dialect: Dialect, hf: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
+    """`per_layer_config`, which transformers 5 writes, as the fields that it was made of."""
+    layers = hf.get("per_layer_config")
+    if not dialect.global_heads or not layers:
+        return hf, []
+    types = hf.get("layer_types") or ()
+    full = {str(i) for i, kind in enumerate(types) if kind == FULL}
+    same = isinstance(layers, Mapping) and {*map(str, layers)} == full
+    first = next(iter(layers.values())) if same else None
+    if not isinstance(first, Mapping) or any(other != first for other in layers.values()):
+        return hf, [f"per_layer_config={layers!r} is not supported (only all global layers alike)"]
+    if odd := sorted({*first} - {"head_dim", "num_key_value_heads"}):
+        return hf, [f"per_layer_config has {', '.join(odd)}, which is unknown to this family"]
+    rest = {name: value for name, value in hf.items() if name != "per_layer_config"}
+    named = {"head_dim": _GLOBAL[0], "num_key_value_heads": _GLOBAL[1]}
+    return {**rest, **{named[name]: value for name, value in first.items()}}, []
+
+
 def _size_problems(dialect: Dialect, values: Mapping[str, Any]) -> Iterator[str]:
-    if values["num_attention_heads"] % values["num_key_value_heads"]:
-        yield "num_attention_heads must be a multiple of num_key_value_heads"
-    if values["head_dim"] % 2 or values["head_dim"] < 4:
-        yield f"head_dim is {values['head_dim']}, expected an even number of at least 4"
+    for name in ("num_key_value_heads", "num_global_key_value_heads"):
+        if values["num_attention_heads"] % (values.get(name) or 1):
+            yield f"num_attention_heads must be a multiple of {name}"
+    for name in ("head_dim", "global_head_dim"):
+        width = values.get(name) or 4
+        if width % 2 or width < 4:
+            yield f"{name} is {width}, expected an even number of at least 4"
+    if values.get("final_logit_softcapping") is not None:
+        yield from positive(values, ("final_logit_softcapping",))
+    if values.get("hidden_size_per_layer_input"):
+        width = values["hidden_size_per_layer_input"]
+        yield f"hidden_size_per_layer_input={width} is not supported (only 0)"
     if dialect.routes and not 0 < values["num_experts_per_tok"] <= values["num_experts"]:
         yield "num_experts_per_tok must be between 1 and num_experts"

@@ -108,6 +108,36 @@ FAMILIES = {
             "untied": {"num_hidden_layers": 2, "tie_word_embeddings": False},
         }
     ),
+    "gemma4": Row(
+        {
+            "with a vision tower, tied": {
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+                "sliding_window": 6,
+                "attention_k_eq_v": True,
+                "num_global_key_value_heads": 1,
+                "tie_word_embeddings": True,
+            }
+        }
+    ),
+    "gemma4_text": Row(
+        {
+            "keys are values, capped logits, five layers": {
+                "num_hidden_layers": 5,
+                "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+                "sliding_window": 6,
+                "attention_k_eq_v": True,
+                "num_global_key_value_heads": 1,
+                "final_logit_softcapping": 3.0,
+                "tie_word_embeddings": False,
+            },
+            "own values, tied, window longer than the text": {
+                "num_hidden_layers": 7,
+                "sliding_window": 400,
+                "tie_word_embeddings": True,
+                "attention_bias": True,
+            },
+        }
+    ),
     "llama": Row(
         {
             "biases": {"attention_bias": True, "mlp_bias": True},
@@ -312,6 +342,22 @@ def test_logits_of_other_shapes(tmp_path, family, shape):
     model, _ = lora_tune.load_model(tmp_path, dtype="float32")
     assert_same(np.asarray(run(model)), checkpoint.logits)
     assert_exact_export(model, checkpoint, tmp_path / "full")
+
+
+def test_scored_targets(ours, logits):
+    """The loss by parts of the vocabulary is that of the logits, a cap on them included."""
+    targets = np.roll(TOKENS, -1, axis=1)
+
+    @quick_jit
+    def score(state):
+        model = nnx.merge(nnx.graphdef(ours), state, copy=True)
+        return model(TOKENS, SEGMENTS, targets=targets)
+
+    nll, correct = score(nnx.state(ours))
+    likely = np.asarray(jax.nn.log_softmax(logits))
+    wanted = -np.take_along_axis(likely, targets[..., None], axis=2)[..., 0]
+    np.testing.assert_allclose(nll, wanted, atol=2e-5, rtol=0)
+    np.testing.assert_array_equal(correct, logits.argmax(axis=2) == targets)
 
 
 def test_layers_in_a_loop(whole, logits):

@@ -82,8 +82,26 @@ SIGLIP = {
 TINY_SPARSE_HYBRID = {
     name: value for name, value in TINY.items() if name not in ("intermediate_size", *EXPERTS[-1:])
 }
+TINY_GEMMA4 = TINY_LLAMA | {
+    "hidden_size_per_layer_input": 0,
+    "head_dim": 12,
+    "global_head_dim": 20,
+}
+GEMMA4_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "global_head_dim": 8,
+    "position_embedding_size": 16,
+    "patch_size": 4,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3": {"text_config": TINY_LLAMA, "vision_config": SIGLIP},
+    "gemma4": {"text_config": TINY_GEMMA4, "vision_config": GEMMA4_VISION, "audio_config": None},
+    "gemma4_text": TINY_GEMMA4,
     "qwen3_next": TINY,
     **dict.fromkeys(("gemma3_text", "llama", "mistral", "qwen2", "qwen3"), TINY_LLAMA),
     "qwen3_moe": TINY_LLAMA | TINY_MOE,

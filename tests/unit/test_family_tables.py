@@ -32,10 +32,13 @@ HYBRID: dict[str, Any] = {
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 SHARED = EXPERTS | {"shared_expert_intermediate_size": 16}
 SPARSE_HYBRID = {n: v for n, v in (HYBRID | SHARED).items() if n != "intermediate_size"}
+GEMMA4 = {"hidden_size_per_layer_input": 0, "global_head_dim": 8, "attention_bias": True}
 # With every kind of parameter that the family has.
 CONFIGS: dict[str, dict[str, Any]] = {
     "gemma3": {"text_config": SIZES | {"attention_bias": True}},
     "gemma3_text": SIZES | {"attention_bias": True, "sliding_window_pattern": 2},
+    "gemma4": {"text_config": SIZES | GEMMA4},
+    "gemma4_text": SIZES | GEMMA4,
     "llama": SIZES | {"attention_bias": True, "mlp_bias": True},
     "mistral": SIZES,
     "olmo_hybrid": HYBRID | {"attention_bias": True},

@@ -84,6 +84,26 @@ def test_gemma3_has_a_cycle_and_a_rope_for_each_type():
     assert config.rope(SLIDING).rope_type == "default"
 
 
+def test_gemma4_has_other_heads_in_layers_without_a_window():
+    small = {"hidden_size_per_layer_input": 0, "num_hidden_layers": 7, "head_dim": 8}
+    config = read("gemma4_text", **small)
+    assert config.layer_types == (SLIDING,) * 5 + (FULL, FULL)  # the last one always
+    assert (config.heads(SLIDING), config.heads(FULL)) == ((4, 8), (4, 512))
+    # A quarter of the pairs turns, by the frequencies of whole heads.
+    frequencies = config.rope(FULL).frequencies()
+    assert frequencies.shape == (256,)
+    assert frequencies[63] == pytest.approx(1e6 ** (-63 / 256))
+    assert not frequencies[64:].any()
+    assert config.rope(SLIDING).rope_type == "default"
+    layers = {"5": {"head_dim": 16, "num_key_value_heads": 2}}
+    layers["6"] = layers["5"]
+    written = {"per_layer_config": layers, "layer_types": list(config.layer_types)}
+    config = read("gemma4_text", **small, **written, attention_k_eq_v=True)
+    assert (config.heads(SLIDING), config.heads(FULL)) == ((4, 8), (2, 16))
+    assert config.values_are_keys(FULL)
+    assert not config.values_are_keys(SLIDING)
+
+
 def test_a_multimodal_gemma3_says_little():
     text = {"hidden_size": 64, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
     text |= {"model_type": "gemma3_text", "sliding_window": 1024}
@@ -162,6 +182,17 @@ def test_fields_that_change_nothing_pass():
             "rope_parameters.sliding_attention.factor is missing",
         ),
         ("gemma3_text", {"rope_parameters": {FULL: 3}}, "rope_parameters.full_attention is 3"),
+        ("gemma4_text", {}, "hidden_size_per_layer_input=256 is not supported (only 0)"),
+        ("gemma4_text", {"num_kv_shared_layers": 10}, "num_kv_shared_layers=10 is not supported"),
+        ("gemma4_text", {"enable_moe_block": True}, "enable_moe_block=True is not supported"),
+        ("gemma4_text", {"use_bidirectional_attention": "all"}, "attention='all' is not supported"),
+        (
+            "gemma4_text",
+            {"final_logit_softcapping": 0.0, "hidden_size_per_layer_input": 0},
+            "final_logit_softcapping is 0.0",
+        ),
+        ("gemma4_text", {"global_head_dim": "a"}, "global_head_dim is 'a'"),
+        ("gemma4_text", {"per_layer_config": {"0": {"head_dim": 4}}}, "per_layer_config="),
         ("llama", {"num_experts": 4}, "num_experts=4 is unknown"),
         ("qwen3", {"mlp_bias": True}, "mlp_bias=True is unknown"),
     ],
