@@ -34,6 +34,7 @@ from lora_tune.lora.inject import adapted_stacks, add_lora
 from lora_tune.lora.targets import StackTarget
 from lora_tune.models import FAMILIES
 from lora_tune.models.decoder import Decoder, DecoderOptions, Family, Origin
+from lora_tune.models.fields import max_positions
 from lora_tune.models.initial import initialise
 from lora_tune.recipe import schema
 from lora_tune.training.optim import Schedule, make_optimizer
@@ -298,12 +299,12 @@ def make_tokenizer(recipe: schema.Recipe, source: Source, vocab_size: int) -> An
 
 def check_positions(recipe: schema.Recipe, config: Mapping[str, Any]) -> None:
     """Refuses rows or answers longer than a configuration has positions for."""
-    limit = config.get("max_position_embeddings")
+    limit = max_positions(config)
     wanted = {"data.max_length": recipe.data.max_length}
     if recipe.eval.num_samples:
         wanted["eval.max_new_tokens"] = recipe.eval.max_new_tokens
     for key, tokens in wanted.items():
-        if isinstance(limit, int) and tokens > limit:
+        if limit is not None and tokens > limit:
             raise InputError(
                 f"{key} ({tokens}) is more than the model's max_position_embeddings ({limit}); "
                 "lower it"

@@ -19,6 +19,7 @@ from lora_tune.generation.prompts import (
 from lora_tune.generation.sampling import Sampling, checked_count, make_sampling
 from lora_tune.generation.text import TextStream, decode
 from lora_tune.hf.files import read_json
+from lora_tune.models import fields
 from lora_tune.models.decoder import Decoder
 from lora_tune.training.state import split_model
 
@@ -248,8 +249,7 @@ def max_positions(model: Decoder) -> int | None:
     """The longest sequence that a model's `config.json` speaks of, None where it does not."""
     if model.origin is None:
         return None
-    found = read_json(model.origin.folder / "config.json").get("max_position_embeddings")
-    return found if isinstance(found, int) else None
+    return fields.max_positions(read_json(model.origin.folder / "config.json"))
 
 
 def _cache_size(

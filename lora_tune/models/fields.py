@@ -93,6 +93,12 @@ def text_fields(hf: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
     return {**shared, **text}, [*problems, *unknown_fields(hf, {*_MULTIMODAL, *shared})]
 
 
+def max_positions(hf: Mapping[str, Any]) -> int | None:
+    """The longest sequence that a `config.json` speaks of, None where it does not."""
+    found = text_fields(hf)[0].get("max_position_embeddings")
+    return found if isinstance(found, int) else None
+
+
 def sparse_layers(values: Mapping[str, Any], dense: Sequence[int] | None) -> tuple[bool, ...]:
     """Which layers have experts: every `decoder_sparse_step`-th but those in `mlp_only_layers`."""
     step, none = values["decoder_sparse_step"], values["num_experts"] == 0

@@ -15,6 +15,7 @@ import jax
 
 from lora_tune import sharding
 from lora_tune.models.decoder import Decoder
+from lora_tune.models.fields import max_positions
 from lora_tune.plan import abstract, planner
 from lora_tune.plan.measure import memory_limit
 from lora_tune.plan.topologies import Topology
@@ -202,7 +203,7 @@ def search(
         say(trial)
         return trial
 
-    positions = config.get("max_position_embeddings")
+    positions = max_positions(config)
     found = find(recipe, meshes, measure, positions=positions, budget=budget)
     plan = next(reversed(plans.values())) if found is None else plans[id(found.best)]
     return plan, found

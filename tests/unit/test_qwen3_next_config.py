@@ -5,6 +5,7 @@ import pytest
 
 from lora_tune.errors import InputError
 from lora_tune.models import FAMILIES
+from lora_tune.models.fields import max_positions
 from lora_tune.models.qwen3_next_config import FULL, LINEAR
 
 # As the published Qwen3.5 checkpoints have them, beside the sizes.
@@ -39,6 +40,12 @@ def test_the_text_model_of_a_multimodal_configuration():
     assert not any(config.sparse_layers)
     assert (config.rope.theta, config.rope.rotary_dim) == (1e7, 64)
     assert read("qwen3_5_text", text).layer_types == config.layer_types
+
+
+def test_positions_of_both_kinds_of_configuration():
+    assert max_positions({"max_position_embeddings": 7}) == 7
+    assert max_positions({"text_config": {"max_position_embeddings": 9}}) == 9
+    assert max_positions({"text_config": {}}) is None
 
 
 def test_the_sparse_model_has_experts_in_every_layer():
