@@ -29,6 +29,7 @@ from lora_tune.hf.hub import Source, check_complete, find_model
 from lora_tune.hf.load import load_params
 from lora_tune.hf.peft import adapter_arrays, load_adapter
 from lora_tune.hf.table import bind
+from lora_tune.layers import sequence
 from lora_tune.lora.config import LoraConfig
 from lora_tune.lora.inject import adapted_stacks, add_lora
 from lora_tune.lora.targets import StackTarget
@@ -127,13 +128,14 @@ def load_weights(model: Decoder, *, mesh: Mesh | None, random_seed: int | None =
 
     Raises:
       InputError: what `model.remat` asks for cannot be had on these devices, or they do not divide
-        a weight.
+        a weight or the heads of a layer.
     """
     platform = (jax.devices() if mesh is None else mesh.devices.flat)[0].platform
     check_remat(model.options.remat, platform)
     leaves = bind(model.family, model)
     shardings = None
     if mesh is not None:
+        sequence.check_heads(mesh.shape["sequence"], model.config)
         sharding.check_divides({leaf.dotted: (leaf.shape, leaf.axes) for leaf in leaves}, mesh)
         shardings = {leaf.path: sharding.named_sharding(mesh, leaf.axes) for leaf in leaves}
     if random_seed is not None:

@@ -9,6 +9,7 @@ weights right before use with `unshard`; routed experts stay where they are.
 
 import contextlib
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from types import MappingProxyType
@@ -83,7 +84,7 @@ def _arrange(devices: Sequence, shape: tuple[int, ...]) -> np.ndarray:
     On a torus, XLA makes an all-gather only over neighbours in a ring. In plain order it sums
     arrays of the gathered size instead: for one of 34 MB over a v5p-256, 101 MB of memory. Plain
     order is what remains for a part of a slice, or a shape that cannot be laid out in it: results
-    are the same, and `lora-tune plan` shows the all-reduces.
+    are the same, `lora-tune plan` shows the all-reduces, and a note says so.
     """
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     if shape[0] % slices:
@@ -99,6 +100,13 @@ def _arrange(devices: Sequence, shape: tuple[int, ...]) -> np.ndarray:
             )
         return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     except (AssertionError, NotImplementedError, ValueError):
+        if devices[0].platform == "tpu":
+            sizes = " x ".join(f"{name} {n}" for name, n in zip(MESH_AXES, shape, strict=True))
+            print(
+                f"lora-tune: note: a mesh of {sizes} cannot be laid out in this slice; its devices "
+                "stand in plain order, and gathers may become sums of larger arrays",
+                file=sys.stderr,
+            )
         return np.array(devices).reshape(shape)
 
 

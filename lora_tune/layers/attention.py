@@ -10,10 +10,12 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from lora_tune.layers.block_attention import Masking, Settings, block_attention
 from lora_tune.layers.splash import splash_attention, splash_fits
+from lora_tune.scan import MIXED
 
 _EXACT = jax.lax.Precision.HIGHEST
 
@@ -44,7 +46,7 @@ def attention(
     which accumulates in float32. `precision` matters for float32 operands only. With more than
     block_size queries, blocks run one after the other, and probabilities are made again in the
     backward pass, so the [T, S] matrix never exists whole. On TPU, what `splash_fits` goes through
-    its kernel. Returns q's dtype.
+    its kernel. What comes out is named `MIXED` for remat, once. Returns q's dtype.
     Raises ValueError when N is not a multiple of K, or segment_ids come without the keys' own and
     S differs from T.
     """
@@ -98,7 +100,7 @@ def _by_platform_forward(form: _Form, q: Array, k: Array, v: Array, segment_ids:
     out = jax.lax.platform_dependent(
         q, k, v, segment_ids, tpu=forward(_splash(form)), default=_plain(form)
     )
-    return out, (q, k, v, segment_ids)
+    return checkpoint_name(out, MIXED), (q, k, v, segment_ids)
 
 
 def _by_platform_backward(form: _Form, kept: Any, d_out: Array) -> Any:

@@ -10,6 +10,8 @@ whole rows with their segments. All functions are the identity on whole rows.
 Shapes: B batch, t time here, T time, N heads here, n heads after dealing them out.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -44,14 +46,32 @@ def deal_heads(x: jax.Array, *, shared: bool = False) -> jax.Array:
     count, heads = parts(), x.shape[2]
     if count == 1:
         return x
+    _check(count, heads, shared=shared)
+    if heads < count:
+        x = jnp.repeat(x, count // heads, axis=2)
+    return jax.lax.all_to_all(x, _AXIS, split_axis=2, concat_axis=1, tiled=True)
+
+
+def check_heads(count: int, config: Any) -> None:
+    """Checks that `mesh.sequence` suits the heads that a model's configuration tells of.
+
+    Layers of other sizes are checked when they are traced.
+
+    Raises:
+      InputError: as `deal_heads` would.
+    """
+    for field in ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads"):
+        heads = getattr(config, field, None)
+        if heads is not None and count > 1:
+            _check(count, heads, shared=field == "num_key_value_heads")
+
+
+def _check(count: int, heads: int, *, shared: bool) -> None:
     if heads % count and not (shared and count % heads == 0):
         raise InputError(
             f"mesh.sequence={count} does not divide the {heads} heads of a layer; choose a number "
             "that divides the heads of every layer"
         )
-    if heads < count:
-        x = jnp.repeat(x, count // heads, axis=2)
-    return jax.lax.all_to_all(x, _AXIS, split_axis=2, concat_axis=1, tiled=True)
 
 
 def collect_heads(x: jax.Array) -> jax.Array:

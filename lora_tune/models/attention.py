@@ -5,14 +5,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from lora_tune.cache import AttentionCache, Entry, slots_first, slots_last
 from lora_tune.layers import sequence
 from lora_tune.layers.attention import attention
 from lora_tune.models.decoder import LayerInputs
-from lora_tune.scan import MIXED
 
 
 def attend(
@@ -37,7 +35,7 @@ def attend(
       sliding_window: how many tokens a query sees, itself included; None for all before it.
 
     Returns:
-      `[B, T, N, H]`, named `MIXED` for remat, and the entry after the call.
+      `[B, T, N, H]`, and the entry after the call.
     """
     usual = q.shape[-1] ** -0.5
     run = functools.partial(
@@ -58,7 +56,7 @@ def attend(
             key_segment_ids=slots.segment_ids,
             query_offset=slots.index,
         )
-    return checkpoint_name(y, MIXED), entry
+    return y, entry
 
 
 def make_attention_cache(

@@ -22,6 +22,7 @@ from lora_tune import assets, build, sharding
 from lora_tune.errors import InputError
 from lora_tune.hf.files import read_json
 from lora_tune.hf.table import bind
+from lora_tune.layers import sequence
 from lora_tune.lora.inject import add_lora
 from lora_tune.models.decoder import Decoder
 from lora_tune.plan.topologies import Topology
@@ -182,6 +183,7 @@ def trace(recipe: Recipe, model: Decoder, mesh: Mesh) -> Program:
       InputError: the mesh does not divide a weight, or a setting does not suit its devices.
     """
     build.check_remat(recipe.model.remat, mesh.devices.flat[0].platform)
+    sequence.check_heads(mesh.shape["sequence"], model.config)
     inputs = inputs_of(recipe, model, mesh)
     key = _shape_on(jax.eval_shape(lambda: jax.random.key(0)), NamedSharding(mesh, PartitionSpec()))
     several = mesh if mesh.size > 1 else None  # a run has no mesh on one device

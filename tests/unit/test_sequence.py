@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixers over rows that are cut along time, against the same mixers over whole rows."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -75,3 +77,14 @@ def test_whole_rows_are_left_alone():
     assert sequence.collect_heads(q) is q
     assert sequence.whole_rows(q) is q
     assert sequence.own_heads(q, 2) is q
+
+
+@pytest.mark.parametrize(
+    ("heads", "said"),
+    [({"num_attention_heads": 6}, "6 heads"), ({"linear_num_key_heads": 2}, "2 heads")],
+)
+def test_heads_are_checked_before_weights_are_loaded(heads, said):
+    fits = {"num_attention_heads": 8, "num_key_value_heads": 2, "linear_num_key_heads": 4}
+    sequence.check_heads(4, SimpleNamespace(**fits))
+    with pytest.raises(InputError, match=rf"mesh\.sequence=4 does not divide the {said}"):
+        sequence.check_heads(4, SimpleNamespace(**{**fits, **heads}))
