@@ -82,7 +82,8 @@ def split_fused(
     """Cuts the adapter of a fused expert parameter into pairs, or says what is wrong with it.
 
     What `fuse_experts` joined comes out as it was. When only one parameter of a layer is adapted,
-    the key does not tell which, and the configuration decides.
+    the key does not tell which, and the configuration decides. Where sizes allow both of PEFT's
+    layouts, the version that it recorded tells them apart; a file without one has today's.
 
     Args:
       module: that of the key: `….experts` or `….experts.base_layer`.
@@ -102,13 +103,15 @@ def split_fused(
     into = shapes[f"{home}.0.{names[0]}"][1]
     rows = [shapes[f"{home}.0.{name}"][0] for name in names]
     r = len(a) // experts
-    if (a.shape, b.shape) == ((experts * r, sum(rows)), (into, experts * r)) and r:
+    today = (a.shape, b.shape) == ((experts * r, into), (sum(rows), experts * r))
+    older = (a.shape, b.shape) == ((experts * r, sum(rows)), (into, experts * r))
+    if r and today and not (older and settings.transposes_fused):
+        a3 = a.reshape(experts, r, into)
+        b3 = b.reshape(sum(rows), r, experts).transpose(2, 0, 1)
+    elif r and older:
         # PEFT 0.18 and earlier: B A is the transposed update.
         old_a, old_b = a.reshape(experts, r, -1), b.reshape(into, r, experts)
         a3, b3 = old_b.transpose(2, 1, 0), old_a.transpose(0, 2, 1)
-    elif (a.shape, b.shape) == ((experts * r, into), (sum(rows), experts * r)) and r:
-        a3 = a.reshape(experts, r, into)
-        b3 = b.reshape(sum(rows), r, experts).transpose(2, 0, 1)
     else:
         return (
             f"{module} has A {list(a.shape)} and B {list(b.shape)}, expected "

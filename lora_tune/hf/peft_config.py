@@ -37,6 +37,8 @@ TEXT_PART: Mapping[str, str] = dict.fromkeys(("gemma3", "gemma4"), "language_mod
 PEFT would put adapters on those of the vision tower too, and find no weights for them.
 """
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+_STRAIGHT_SINCE = (0, 19)
+"""The first PEFT that does not transpose the update of fused experts."""
 _TAKEN = ("gate", *PROJECTIONS)
 _EXPERT = re.compile(r"(?P<home>.+\.experts)\.(?P<e>\d+)\.(?P<name>[^.]+)")
 # Fields with any value that we either read or that changes nothing; the others must be unset.
@@ -150,7 +152,10 @@ def make_config(
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What an `adapter_config.json` says about ranks and scales."""
+    """What an `adapter_config.json` says about ranks and scales.
+
+    With `transposes_fused` it was written by a PEFT that transposed the update of fused experts.
+    """
 
     r: int
     alpha: float
@@ -159,6 +164,7 @@ class Settings:
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
     parameters: tuple[str, ...]
+    transposes_fused: bool = False
 
     def target(self, name: str) -> Target:
         """Rank, alpha and scale that PEFT gives to a module, or to a parameter it targets."""
@@ -214,7 +220,14 @@ def read_config(folder: FilePath) -> Settings:
         rank_pattern=raw.get("rank_pattern") or {},
         alpha_pattern=raw.get("alpha_pattern") or {},
         parameters=tuple(raw.get("target_parameters") or ()),
+        transposes_fused=_is_before(raw.get("peft_version"), _STRAIGHT_SINCE),
     )
+
+
+def _is_before(version: Any, since: tuple[int, int]) -> bool:
+    """Whether a recorded version of PEFT, if there is one, is older than `(major, minor)`."""
+    match = re.match(r"(\d+)\.(\d+)", version) if isinstance(version, str) else None
+    return match is not None and (int(match[1]), int(match[2])) < since
 
 
 def describe(

@@ -356,6 +356,33 @@ def test_fused_layout_of_old_peft_is_told_by_its_shapes(tmp_path, leaves):
         )
 
 
+@pytest.mark.parametrize(("hidden", "experts"), [(32, 16), (16, 16)])
+def test_fused_layout_where_both_orders_fit_the_sizes(tmp_path, hidden, experts):
+    """gate_up_proj is square with experts of half the width, down_proj with those of all of it."""
+    square = leaves_of(tiny(hidden_size=hidden, moe_intermediate_size=experts))
+    lora = LoraConfig(r=4, target_modules=EVERYWHERE)
+    arrays = random_adapters(square, lora)
+    config = save(arrays, square, lora, tmp_path / "a", model_type="qwen3_5_moe_text")
+
+    def read():
+        _, adapters = load_adapter(tmp_path / "a", square, model_type="qwen3_5_moe_text")
+        return adapter_arrays(adapters)
+
+    path = tmp_path / "a" / "adapter_config.json"
+    for recorded in ({}, {"peft_version": None}, {"peft_version": "0.19.0"}):
+        path.write_text(json.dumps(config | recorded))
+        found = read()
+        for name, array in arrays.items():
+            np.testing.assert_array_equal(found[name], array, err_msg=str(name))
+    # Of the PEFT that transposed, the file means another update where shapes cannot tell.
+    path.write_text(json.dumps(config | {"peft_version": "0.18.1"}))
+    ours, theirs = deltas(square, arrays), deltas(square, read())
+    tails = ("down_proj",) if hidden == experts else ("gate_proj", "up_proj")
+    for name, update in ours.items():
+        is_square = ".experts." in name and name.split(".")[-2] in tails
+        assert np.allclose(update, theirs[name], atol=1e-6) == (not is_square), name
+
+
 @pytest.mark.parametrize(("rank", "limit"), [(1, 1), (2, 8), (16, 16), (20, 32), (200, 256)])
 def test_the_serve_command_allows_the_rank(rank, limit):
     assert f"--max-lora-rank {limit} " in serve_command("Qwen/Q", rank)
