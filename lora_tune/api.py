@@ -22,6 +22,7 @@ from lora_tune.lora import inject
 from lora_tune.lora.config import LoraConfig
 from lora_tune.models.decoder import Decoder, DecoderOptions
 from lora_tune.run import Result, train
+from lora_tune.trained import read_recipe
 
 __all__ = [
     "LoraConfig",
@@ -120,11 +121,7 @@ def load_run(folder: str | Path, overrides: Sequence[str] = ()) -> tuple[Decoder
     """
     _expect("folder", folder, str | Path)
     folder = Path(folder)
-    if not (folder / "recipe.yaml").is_file():
-        raise InputError(f"{folder} is no run folder: there is no recipe.yaml in it")
-    recipe = recipes.load(str(folder / "recipe.yaml"), overrides)
-    # What training kept for its backward pass is of no use here, and not every device can do it.
-    recipe = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, remat="full"))
+    recipe = read_recipe(folder, overrides)
     adapter, merged = folder / "adapter", folder / "merged"
     if not adapter.is_dir() and not merged.is_dir():
         raise InputError(

@@ -263,6 +263,14 @@ def make_data(recipe: schema.Recipe, tokenizer: Any) -> Data:
     return Data(dataset, held_out, examples[0])
 
 
+def first_examples(recipe: schema.Recipe, tokenizer: Any, count: int) -> list[Example]:
+    """The examples of the first `count` training rows of a recipe."""
+    section = recipe.data
+    with said_of("data.path"):
+        found = _examples(section, tokenizer, section.path, section.split, count)
+    return [found[i] for i in range(min(count, len(found)))]
+
+
 def _examples(
     section: schema.Data, tokenizer: Any, path: str, split: str, max_samples: int | None
 ) -> pipeline.Examples:

@@ -243,6 +243,45 @@ class Checkpoints:
             )
 
 
+def read_trained(folder: Path | str, abstract: Any) -> tuple[int, Any] | None:
+    """Reads what was trained from the newest checkpoint, and changes nothing on disk.
+
+    Args:
+      folder: `RUN/checkpoints`.
+      abstract: the trained weights as for `Checkpoints.restore`.
+
+    Returns:
+      The step and the weights, None where there is no checkpoint.
+
+    Raises:
+      InputError: the newest checkpoint is damaged or has other weights.
+    """
+    folder = Path(folder).absolute()
+    found = folder.iterdir() if folder.is_dir() else ()
+    steps = [int(path.name) for path in found if path.name.isdecimal()]
+    if not steps:
+        return None
+    path = folder / str(max(steps))
+    wanted = {"trainable": _flat(abstract)}
+    try:
+        leaves = _read_meta(path)["leaves"]
+        problems = _differences(leaves["trainable"], wanted["trainable"])
+        arrays = {} if problems else _read_arrays(path, wanted, leaves)
+    except jax.errors.JaxRuntimeError:
+        raise
+    except Exception as error:
+        raise InputError(
+            f"checkpoint {path} is damaged ({_first_line(error)}); give the command that trained "
+            "again, which goes on from the one before"
+        ) from error
+    if problems:
+        raise InputError(
+            f"{path} is a checkpoint of another run than its recipe, in which "
+            f"{_shortened(problems, most=4)}"
+        )
+    return max(steps), _like(abstract, arrays["trainable"])
+
+
 def _flat(tree: Any) -> dict[str, Any]:
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     flat = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
@@ -350,7 +389,7 @@ def _read_arrays(
     args = {item: ocp.args.StandardRestore(leaves) for item, leaves in abstract.items()}
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
         arrays = dict(reader.restore(path, args=ocp.args.Composite(**args)).items())
-    for item in _ITEMS:
+    for item in wanted:
         changed = [
             name for name, now in _describe(arrays[item]).items() if now != saved[item][name]
         ]

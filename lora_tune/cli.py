@@ -26,6 +26,7 @@ usage:
   lora-tune generate run=DIR prompt=TEXT          answer a prompt with what a run has made
   lora-tune generate run=DIR prompts=FILE.jsonl   answer every row; prints rows with an answer
   lora-tune chat run=DIR                          a conversation on the terminal; Ctrl-D ends it
+  lora-tune prove run=DIR                         what PEFT and transformers make of a run
   lora-tune list recipes                          the shipped recipes
   lora-tune list models                           the model types that can be trained
   lora-tune list targets model.path=PATH          every module of a model that can be adapted
@@ -56,6 +57,11 @@ plan:
   json=FILE           the figures             hlo=FILE  the compiled program
                       the data are not read; without mesh.* the mesh is made to use all devices
 
+prove:
+  run=DIR             a run folder with adapter/ or merged/; needs torch and peft
+  model.path=PATH     the new place of its base model; also model.revision
+  tolerance=1e-4      of logits, times the largest one    limit_gb=8  the largest base, in float32
+
 options:
   -h, --help    this text
   --version     the version
@@ -68,7 +74,8 @@ examples:
   lora-tune generate run=runs/quickstart prompt='Translate into Tali: the stones see the star'
 
 The same training command again goes on from its last checkpoint.
-exit status: 0 done, 1 training went wrong and was stopped, or a plan does not fit, 2 bad input,
+exit status: 0 done, 1 training went wrong and was stopped, a plan does not fit or a proof fails,
+             2 bad input,
              130 or 143 stopped by Ctrl-C or SIGTERM after saving, 141 nobody read the output
 """
 
@@ -76,8 +83,8 @@ exit status: 0 done, 1 training went wrong and was stopped, or a plan does not f
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status.
 
-    0 is success, 1 training that had gone wrong and was stopped or a plan that does not fit its
-    topology, 2 bad input, and 128 plus the
+    0 is success, 1 training that had gone wrong and was stopped, a plan that does not fit its
+    topology or a proof that fails, 2 bad input, and 128 plus the
     number of a signal (130, 143) a run that the signal ended early: not 0, so that whatever
     started the run does not take it for finished. 141 is output that its reader closed (`| head`).
 
@@ -265,6 +272,17 @@ def _chat(arguments: Sequence[str]) -> None:
     chat(settings)
 
 
+def _prove(arguments: Sequence[str]) -> int:
+    settings = _settings(arguments)
+    from lora_tune import compiled
+    from lora_tune.proof.command import prove
+
+    compiled.keep()
+    problems = prove(settings)
+    more = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
+    return _fail(f"{problems[0]}{more}", status=1) if problems else 0
+
+
 def _list(arguments: Sequence[str]) -> None:
     if not arguments or arguments[0] not in _LISTS:
         raise InputError(f"list takes one of {', '.join(_LISTS)}; see lora-tune --help")
@@ -313,6 +331,7 @@ _VERBS: Mapping[str, Callable[[Sequence[str]], int | None]] = {
     "plan": _plan,
     "generate": _generate,
     "chat": _chat,
+    "prove": _prove,
     "list": _list,
 }
 _LISTS: Mapping[str, Callable[[Sequence[str]], None]] = {

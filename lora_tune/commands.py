@@ -13,12 +13,10 @@ import sys
 import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
-from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_type_hints
 
-from lora_tune import api, build, recipe
+from lora_tune import api, build, recipe, words
 from lora_tune.data import conversation
 from lora_tune.data.files import BROKEN, local_files, open_files
 from lora_tune.errors import InputError, Problems, short
@@ -66,7 +64,7 @@ _FOREIGN = {
 
 def generate(pairs: Pairs) -> None:
     """Answers `prompt=`, as it comes, or every row of `prompts=`, one JSON line an answer."""
-    given = _parse(pairs, "generate")
+    given = words.parse(pairs, "generate", _KEYS, foreign=_FOREIGN)
     prompt, path = given.pop("prompt", None), given.pop("prompts", None)
     if (prompt is None) == (path is None):
         raise InputError("expected one of prompt=TEXT and prompts=FILE.jsonl")
@@ -95,7 +93,7 @@ def generate(pairs: Pairs) -> None:
 
 def chat(pairs: Pairs) -> None:
     """Answers each line of the input as the next message of one conversation, until it ends."""
-    given = _parse(pairs, "chat")
+    given = words.parse(pairs, "chat", _KEYS, foreign=_FOREIGN)
     system = given.pop("system", None)
     settings = _settings(given)
     model, tokenizer = _load(given)
@@ -112,44 +110,6 @@ def chat(pairs: Pairs) -> None:
             [answer] = answers(model, tokenizer, [history], drawn, stream=show, names=names)
             print(flush=True)
             history.append({"role": "assistant", "content": answer})
-
-
-def _parse(pairs: Pairs, command: str) -> dict[str, Any]:
-    """The values by key, the last of equal keys; InputError about a key or value that cannot be."""
-    known = _KEYS[command]
-    for key, _ in pairs:
-        if key not in known:
-            other = next((name for name, keys in _KEYS.items() if key in keys), None)
-            if other is not None:
-                raise InputError(f"{key} has no meaning in {command}, only in {other}; remove it")
-            close = get_close_matches(key, known, n=1)
-            meant = _FOREIGN.get(key) if _FOREIGN.get(key) in known else next(iter(close), None)
-            hint = f"did you mean {meant!r}?" if meant else f"expected one of {', '.join(known)}"
-            raise InputError(f"unknown key {key!r}: {hint}")
-    return {key: _value(key, known[key], text) for key, text in pairs}
-
-
-def _value(key: str, hint: Any, text: str) -> Any:
-    options = get_args(hint)
-    if NoneType in options:
-        if text == "null":
-            return None
-        hint = options[0]
-    if hint is str:
-        if not text:
-            raise InputError(f"{key} is empty; give it a value or remove it")
-        return text
-    if hint is bool:
-        if text not in ("true", "false"):
-            raise InputError(f"{key} must be true or false, got {text!r}")
-        return text == "true"
-    try:
-        if hint in (int, float):
-            return hint(text)
-        return [int(part) for part in text.strip("[]").split(",") if part.strip()]
-    except ValueError:
-        expected = {int: "an integer", float: "a number"}.get(hint, "integers with commas between")
-        raise InputError(f"{key} must be {expected}, got {text!r}") from None
 
 
 def _settings(given: Mapping[str, Any]) -> Settings:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 # The ranks that vLLM accepts for --max-lora-rank.
-_VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -17,7 +17,7 @@ def is_hub_id(name: str | None) -> bool:
 
 def serve_command(base: str, rank: int, adapter: str = ".") -> str:
     """The vLLM command that serves an adapter of this rank (the largest in it)."""
-    limit = next((r for r in _VLLM_RANKS if r >= rank), _VLLM_RANKS[-1])
+    limit = next((r for r in VLLM_RANKS if r >= rank), VLLM_RANKS[-1])
     return (
         f"vllm serve {base} --enable-lora --max-lora-rank {limit} --lora-modules adapter={adapter}"
     )

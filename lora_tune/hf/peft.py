@@ -81,9 +81,8 @@ def save_adapter(
         cannot represent it, or the disk is full (nothing is left behind).
       ValueError: the state does not hold the adapters that `lora` describes.
     """
-    pairs = _pairs(collect_adapters(state, leaves), leaves, lora)
+    pairs = adapter_pairs(state, leaves, lora, model_type=model_type)
     _check_trained(pairs, allow_untrained)
-    pairs = _complete_experts(pairs, leaves, model_type)
     ranks = {module: (len(pair.a), pair.scale) for module, pair in pairs.items()}
     written = Written(ranks, adaptable_modules(leaves), model_type)
     config = make_config(written, lora, base=base, revision=revision)
@@ -96,6 +95,33 @@ def save_adapter(
         card = adapter_card(config, parameters=sum(p.a.size + p.b.size for p in pairs.values()))
         (folder / "README.md").write_text(card, encoding="utf-8")
     return config
+
+
+def adapter_pairs(
+    state: nnx.State | Mapping[Path, Any],
+    leaves: Sequence[Leaf],
+    lora: LoraConfig,
+    *,
+    model_type: str,
+) -> dict[str, Pair]:
+    """What `save_adapter` writes for a state, by module: float32 pairs and their scales.
+
+    Routed experts, which are fused only when they are written, are apart here.
+    """
+    pairs = _pairs(collect_adapters(state, leaves), leaves, lora)
+    return _complete_experts(pairs, leaves, model_type)
+
+
+def read_pairs(
+    folder: FilePath | str, leaves: Sequence[Leaf], *, model_type: str
+) -> dict[str, Pair]:
+    """What an adapter's folder holds, by module; routed experts without any update are left out.
+
+    Raises:
+      InputError: as of `load_adapter`.
+    """
+    _, found, targets = _read(FilePath(folder), leaves, model_type)
+    return {module: Pair(p.a, p.b, targets[module].scale) for module, p in found.items()}
 
 
 def load_adapter(
@@ -119,7 +145,14 @@ def load_adapter(
       InputError: DoRA, biases, saved modules or other extensions; a tensor that is unknown,
         missing its partner, mis-shaped or not finite; all named at once.
     """
-    folder = FilePath(folder)
+    settings, found, targets = _read(FilePath(folder), leaves, model_type)
+    return describe(targets, adaptable_modules(leaves), settings), _stack(found, targets, leaves)
+
+
+def _read(
+    folder: FilePath, leaves: Sequence[Leaf], model_type: str
+) -> tuple[Settings, dict[str, Found], dict[str, Target]]:
+    """The pairs of a folder with rank, alpha and scale of each, every key accounted for."""
     settings = read_config(folder)
     universe = adaptable_modules(leaves)
     where = f"{folder / WEIGHTS_FILE}: the adapter does not fit the model"
@@ -134,7 +167,7 @@ def load_adapter(
     raise_listed(where, problems + _incomplete_experts(found, universe))
     if not targets:
         raise InputError(f"{folder / WEIGHTS_FILE}: holds no adapter")
-    return describe(targets, universe, settings), _stack(found, targets, leaves)
+    return settings, found, targets
 
 
 def adapter_arrays(adapters: Mapping[Path, Adapter]) -> dict[Path, np.ndarray]:

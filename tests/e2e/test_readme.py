@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README's examples run as they stand; its two install commands are run by `.ci/run`."""
+"""The README's examples run as they stand; its install commands are run by `.ci/run`."""
 
 import os
 import re
@@ -17,7 +17,7 @@ BLOCKS = re.findall(r"^<!-- ci: run -->\n```(\w+)\n(.*?)^```$", README, re.MULTI
 
 def test_the_readme_has_examples() -> None:
     assert {language for language, _ in BLOCKS} == {"bash", "python"}
-    for name in ("main", "test"):
+    for name in ("main", "test", "prove"):
         done = subprocess.run(
             [ROOT / ".ci" / "readme-block", name], capture_output=True, text=True, check=True
         )

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `prove`: a run that passes, and each fault that must be found by name."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from hf_cases import EVERYWHERE
+from safetensors.torch import load_file, save_file
+from torch_models import write_checkpoint
+
+import lora_tune
+from lora_tune import cli
+from lora_tune.proof import reference
+
+pytest.importorskip("peft")
+pytestmark = [pytest.mark.parity, pytest.mark.slow]
+
+QUERIES = "base_model.model.model.layers.1.self_attn.q_proj.lora_{}.weight"
+EXPERT = "model.layers.0.mlp.experts.3."
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run on a base with every kind of projection, with adapter and merged folder."""
+    folder = tmp_path_factory.mktemp("prove")
+    base = write_checkpoint(
+        folder / "base",
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
+        mlp_only_layers=[1],
+    )
+    rows = [{"prompt": f"w{i} w{i + 1} ", "completion": f"w{i + 2} w{i}"} for i in range(6, 30)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = {
+        "output_dir": str(folder / "run"),
+        "model": {"path": str(base), "dtype": "float32", "remat": "none"},
+        "lora": {"r": 4, "lora_alpha": 10, "target_modules": list(EVERYWHERE)},
+        "data": {"path": str(folder / "rows.jsonl"), "max_length": 16},
+        "optim": {"learning_rate": 0.02, "lr_scheduler_type": "constant"},
+        "train": {"max_steps": 3, "batch_size": 4},
+        "save": {"merged": True},
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    lora_tune.train(str(folder / "recipe.yaml"))
+    return folder / "run"
+
+
+def prove(run: Path, capsys, *words: str, status: int = 1) -> str:
+    """Proves a run; returns the error."""
+    assert cli.main(["prove", f"run={run}", *words]) == status
+    out, err = capsys.readouterr()
+    if status == 1:
+        found = json.loads((run / "certificate.json").read_text())
+        assert not found["passed"]
+        assert not found["loads"]["peft"]["loads"]
+        assert found["vllm_serve"] is None
+        assert out.startswith("# Failed")
+    if status:
+        assert err.startswith("lora-tune: error: ")
+        assert err.count("\n") == 1
+    return err
+
+
+def test_a_run_is_proved(run, capsys):
+    assert prove(run, capsys, status=0) == ""
+    found = json.loads((run / "certificate.json").read_text())
+    assert found["passed"]
+    assert (found["step"], found["rows"]) == (3, {"fixed": 2, "data": 2, "length": 80})
+    adapter, merge = found["adapter"], found["merge"]
+    assert 0 < adapter["max_logit_error"] < 1e-4 < 0.1 < adapter["effect"]
+    # Queries and gates of 4 heads of 16; gate and up, 12 each, of 6 experts.
+    kinds = adapter["parameters_changed"]
+    assert kinds["model.layers.*.self_attn.q_proj.weight"] == 2 * 64 * 32
+    assert kinds["model.layers.*.mlp.experts.gate_up_proj"] == 6 * 24 * 32
+    adapted = len(load_file(run / "adapter" / "adapter_model.safetensors")) // 2
+    tensors = len(load_file(run / "merged" / "model.safetensors"))
+    assert (merge["changed"], merge["unchanged"]) == (adapted, tensors - adapted)
+    assert merge["max_logit_error"] < 1e-4
+    assert found["loads"]["vllm"]["loads"]
+    assert "--max-lora-rank 8" in found["vllm_serve"]
+    assert str(run / "adapter") in found["vllm_serve"]
+    summary = (run / "certificate.md").read_text()
+    assert summary.startswith("# Passed")
+    assert found["vllm_serve"] in summary
+
+
+def without_merged(run: Path, folder: Path) -> Path:
+    return shutil.copytree(run, folder, ignore=lambda *_: ["merged"])
+
+
+def edit(run: Path, change) -> None:
+    path = run / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file({k: t.contiguous() for k, t in tensors.items()}, path, {"format": "pt"})
+
+
+def rename(tensors) -> None:
+    tensors[QUERIES.format("A").replace("q_proj", "query")] = tensors.pop(QUERIES.format("A"))
+
+
+def transpose(tensors) -> None:
+    tensors[QUERIES.format("B")] = tensors[QUERIES.format("B")].T
+
+
+def drop_expert(tensors) -> None:
+    for key in [key for key in tensors if EXPERT in key]:
+        del tensors[key]
+
+
+def move_a_value(tensors) -> None:
+    tensors[QUERIES.format("A")][0, 0] += 1e-3
+
+
+@pytest.mark.parametrize("checkpoints", ["kept", "removed"])
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        (rename, "model.layers.1.self_attn.q"),
+        (transpose, "model.layers.1.self_attn.q_proj"),
+        (drop_expert, EXPERT),
+    ],
+)
+def test_a_damaged_adapter_fails_by_name(run, tmp_path, capsys, fault, named, checkpoints):
+    copy = without_merged(run, tmp_path / "run")
+    if checkpoints == "removed":
+        shutil.rmtree(copy / "checkpoints")
+    edit(copy, fault)
+    assert named in prove(copy, capsys)
+
+
+@pytest.mark.parametrize("checkpoints", ["kept", "removed"])
+def test_a_wrong_alpha_fails_by_name(run, tmp_path, capsys, checkpoints):
+    copy = without_merged(run, tmp_path / "run")
+    if checkpoints == "removed":
+        shutil.rmtree(copy / "checkpoints")
+    path = copy / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_alpha": 20}))
+    error = prove(copy, capsys)
+    assert "model.layers.0.linear_attn.in_proj_ba: has scale 5 by adapter_config.json" in error
+    assert "was trained with 2.5" in error
+
+
+def test_a_value_that_is_not_the_checkpoints_fails_by_name(run, tmp_path, capsys):
+    copy = without_merged(run, tmp_path / "run")
+    edit(copy, move_a_value)
+    assert "model.layers.1.self_attn.q_proj: lora_A differs" in prove(copy, capsys)
+
+
+def test_peft_itself_is_asked(run, tmp_path, capsys):
+    """What our reader takes and PEFT does not, such as a name that it does not look for."""
+    copy = without_merged(run, tmp_path / "run")
+    shutil.rmtree(copy / "checkpoints")
+    path = copy / "adapter" / "adapter_config.json"
+    config = json.loads(path.read_text())
+    config["target_modules"].remove("k_proj")
+    path.write_text(json.dumps(config))
+    error = prove(copy, capsys)
+    assert "k_proj" in error
+
+
+def test_a_merged_tensor_that_is_not_the_sum_fails_by_name(run, tmp_path, capsys):
+    copy = shutil.copytree(run, tmp_path / "run")
+    path = copy / "merged" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.1.self_attn.q_proj.weight"] += 0.01
+    tensors["model.norm.weight"] += 1
+    save_file(tensors, path, {"format": "pt"})
+    prove(copy, capsys)
+    problems = json.loads((copy / "certificate.json").read_text())["problems"]
+    named = {problem.split(":")[0] for problem in problems}
+    assert {"model.layers.1.self_attn.q_proj.weight", "model.norm.weight"} <= named
+
+
+def test_a_large_base_is_refused(run, capsys):
+    error = prove(run, capsys, "limit_gb=0.0001", status=2)
+    assert "over limit_gb=0.0001" in error
+    assert "cannot cut a smaller one yet" in error
+
+
+def test_what_is_missing_is_named(run, tmp_path, capsys, monkeypatch):
+    assert "no run folder" in prove(tmp_path, capsys, status=2)
+    assert "did you mean 'run'" in prove(run, capsys, "output_dir=x", status=2)
+    monkeypatch.setattr(reference, "find_spec", lambda name: None if name == "peft" else name)
+    assert "peft cannot be imported; pip install peft" in prove(run, capsys, status=2)
