@@ -26,6 +26,7 @@ usage:
   lora-tune generate run=DIR prompt=TEXT          answer a prompt with what a run has made
   lora-tune generate run=DIR prompts=FILE.jsonl   answer every row; prints rows with an answer
   lora-tune chat run=DIR                          a conversation on the terminal; Ctrl-D ends it
+  lora-tune export run=DIR to=OUT                 a run's checkpoint as an adapter or merged model
   lora-tune prove run=DIR                         what PEFT and transformers make of a run
   lora-tune list recipes                          the shipped recipes
   lora-tune list models                           the model types that can be trained
@@ -56,6 +57,11 @@ plan:
                       bound on time for each token; search=N compiles N programs at most (16)
   json=FILE           the figures             hlo=FILE  the compiled program
                       the data are not read; without mesh.* the mesh is made to use all devices
+
+export:
+  run=DIR to=OUT      from the newest checkpoint of a run to a new folder; also model.path=PATH
+  format=peft         an adapter for PEFT, or merged: the whole model
+  push=USER/NAME      then to the hub, with the token of HF_TOKEN or `hf auth login`; private=true
 
 prove:
   run=DIR             a run folder with adapter/ or merged/; needs torch and peft
@@ -272,6 +278,13 @@ def _chat(arguments: Sequence[str]) -> None:
     chat(settings)
 
 
+def _export(arguments: Sequence[str]) -> None:
+    settings = _settings(arguments)
+    from lora_tune.export.command import export
+
+    export(settings)
+
+
 def _prove(arguments: Sequence[str]) -> int:
     settings = _settings(arguments)
     from lora_tune import compiled
@@ -331,6 +344,7 @@ _VERBS: Mapping[str, Callable[[Sequence[str]], int | None]] = {
     "plan": _plan,
     "generate": _generate,
     "chat": _chat,
+    "export": _export,
     "prove": _prove,
     "list": _list,
 }

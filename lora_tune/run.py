@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -18,13 +17,12 @@ from lora_tune import recipe as recipes
 from lora_tune.checkpoint import Checkpoints, Restored
 from lora_tune.data import messages
 from lora_tune.errors import InputError
+from lora_tune.export import write
 from lora_tune.generation import engine
 from lora_tune.generation.prompts import stop_ids_of
 from lora_tune.generation.sampling import Sampling
 from lora_tune.generation.text import decode as decode_text
-from lora_tune.hf import peft, save
 from lora_tune.hf.folder import check_replaceable, check_writable, replace_file
-from lora_tune.hf.load import ignored_tensors, stored_names
 from lora_tune.hf.table import bind
 from lora_tune.lora.inject import AdapterRow, adapter_table, b_norms
 from lora_tune.models.decoder import Decoder
@@ -103,6 +101,7 @@ class _Run:
         model: Decoder,
     ):
         self.recipe, self.mesh, self.tokenizer, self.data = recipe, mesh, tokenizer, data
+        assert model.origin is not None  # build gave it one
         self.source = source
         self.run_dir = Path(recipe.output_dir)
         self.leaves = bind(model.family, model)
@@ -263,35 +262,13 @@ class _Run:
     def _export(self, trainable: Weights, metrics: MetricsLog) -> tuple[Path | None, Path | None]:
         recipe, adapter, merged = self.recipe, None, None
         state = unflatten({**self.split.frozen, **trainable})
-        if self.lora is None:
-            merged = self.run_dir / "merged"
-            dtype = build.declared_dtype(self.source) or recipe.model.dtype
-            base = self.origin.folder
-            pretrained = recipe.model.init == "pretrained"
-            save.save_full(
-                state,
-                self.leaves,
-                self.family,
-                base,
-                merged,
-                dtype=jnp.dtype(dtype),
-                carried=ignored_tensors(base, self.family) if pretrained else (),
-                stored=stored_names(base, self.family) if pretrained else None,
-            )
-        elif recipe.save.adapter:
+        if self.lora is not None and recipe.save.adapter:
             adapter = self.run_dir / "adapter"
-            peft.save_adapter(
-                state,
-                self.leaves,
-                self.lora,
-                adapter,
-                model_type=self.origin.model_type,
-                base=self.origin.base_name,
-                revision=self.origin.commit,
-            )
-        if self.lora is not None and recipe.save.merged:
+            write.adapter(state, self.leaves, self.lora, self.origin, adapter)
+        if self.lora is None or recipe.save.merged:
             merged = self.run_dir / "merged"
-            save.save_merged(state, self.leaves, self.family, self.origin.folder, merged)
+            parts = {"recipe": recipe, "source": self.source}
+            write.whole(state, self.leaves, self.family, self.origin, merged, **parts)
         for path in (adapter, merged):
             if path is not None:
                 metrics.note(f"wrote {path}")

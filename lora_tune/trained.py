@@ -17,7 +17,7 @@ from lora_tune.hf.table import Leaf, bind
 from lora_tune.hf.table import Path as LeafPath
 from lora_tune.lora.config import LoraConfig
 from lora_tune.lora.inject import adapted_stacks, add_lora
-from lora_tune.models.decoder import Decoder
+from lora_tune.models.decoder import Decoder, Origin
 from lora_tune.recipe import schema
 from lora_tune.training.state import Weights, split_model
 
@@ -60,9 +60,15 @@ class Trained:
     weights: Weights
 
     @property
+    def origin(self) -> Origin:
+        """Where the base came from."""
+        assert self.model.origin is not None  # build gave it one
+        return self.model.origin
+
+    @property
     def model_type(self) -> str:
         """That of the base's `config.json`."""
-        return self.model.origin.model_type
+        return self.origin.model_type
 
     def adapter_state(self) -> dict[LeafPath, Any]:
         """The adapters for `lora_tune.hf`, their scales those of the recipe; zeros for shapes."""

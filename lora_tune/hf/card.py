@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model card of an adapter, and the command that serves it."""
+"""Model cards, and the command that serves an adapter."""
 
 import re
 from collections.abc import Mapping
@@ -32,12 +32,13 @@ def largest_rank(config: Mapping[str, Any]) -> int:
     return max([config["r"], *ranks])
 
 
-def adapter_card(config: Mapping[str, Any], *, parameters: int) -> str:
+def adapter_card(config: Mapping[str, Any], *, parameters: int, notes: str = "") -> str:
     """README.md for an adapter folder, with the front matter that the hub reads.
 
     Args:
       config: content of `adapter_config.json`.
       parameters: number of parameters in the adapter.
+      notes: Markdown on the training.
     """
     base, revision = config["base_model_name_or_path"], config["revision"]
     hub = is_hub_id(base)
@@ -58,6 +59,7 @@ def adapter_card(config: Mapping[str, Any], *, parameters: int) -> str:
         f"- {parameters:,} parameters",
         f"- modules: {_modules(config)}",
         "",
+        *([notes.rstrip(), ""] if notes else []),
         "## Use",
         "",
         "```python",
@@ -72,6 +74,23 @@ def adapter_card(config: Mapping[str, Any], *, parameters: int) -> str:
         serve_command(base or "BASE", largest_rank(config)),
         "```",
     ]
+    return "\n".join(lines) + "\n"
+
+
+def model_card(base: str | None, revision: str | None, *, notes: str) -> str:
+    """README.md for the folder of a whole model that was trained from a base of the hub, if any.
+
+    Args:
+      base: hub id.
+      revision: its commit.
+      notes: Markdown on the training.
+    """
+    lines = ["---", *([f"base_model: {base}"] if base else []), "library_name: transformers"]
+    lines += ["pipeline_tag: text-generation", "tags:", "- transformers", "---", ""]
+    origin = f"[{base}](https://huggingface.co/{base})" if base else "a model of its own"
+    at = f" at revision `{revision}`" if base and revision else ""
+    lines += ["# Fine-tuned model", "", f"Trained from {origin}{at}.", "", notes.rstrip()]
+    lines += ["", "## Use", "", "```sh", "vllm serve .", "```"]
     return "\n".join(lines) + "\n"
 
 

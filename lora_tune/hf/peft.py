@@ -56,6 +56,7 @@ def save_adapter(
     base: str | None,
     revision: str | None = None,
     allow_untrained: bool = False,
+    notes: str = "",
 ) -> dict[str, Any]:
     """Writes a PEFT adapter: weights, configuration and model card.
 
@@ -72,6 +73,7 @@ def save_adapter(
       base: hub id of the base model, or its folder when it has none.
       revision: commit of the base on the hub.
       allow_untrained: write an adapter whose every B is zero.
+      notes: Markdown on the training, for the model card.
 
     Returns:
       The content of `adapter_config.json`.
@@ -92,7 +94,8 @@ def save_adapter(
         _write_weights(folder / WEIGHTS_FILE, pairs)
         text = json.dumps(config, indent=2, sort_keys=True) + "\n"
         (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
-        card = adapter_card(config, parameters=sum(p.a.size + p.b.size for p in pairs.values()))
+        count = sum(pair.a.size + pair.b.size for pair in pairs.values())
+        card = adapter_card(config, parameters=count, notes=notes)
         (folder / "README.md").write_text(card, encoding="utf-8")
     return config
 

@@ -49,6 +49,8 @@ def save_merged(
     family: Family,
     base_folder: FilePath | str,
     out_dir: FilePath | str,
+    *,
+    card: str | None = None,
 ) -> MergeReport:
     """Writes the base checkpoint with the adapters added to its weights.
 
@@ -63,6 +65,7 @@ def save_merged(
       family: its table.
       base_folder: the checkpoint that the model was loaded from.
       out_dir: folder to write; may be an earlier result, which is then replaced.
+      card: text of its README.md, None for none.
 
     Raises:
       InputError: the base does not fit the model, a merged value is not finite, `out_dir` is not
@@ -83,6 +86,7 @@ def save_merged(
         config = read_json(base.folder / "config.json")
         if (portable := family.portable_config(config)) != config:
             _write_json(folder / "config.json", portable)
+        _write_card(folder, card)
     return MergeReport(len(changes), len(base.tensors) - len(changes), worst)
 
 
@@ -97,6 +101,7 @@ def save_full(
     carried: Sequence[Tensor] = (),
     stored: Mapping[str, str] | None = None,
     max_shard_bytes: int = 5 * 10**9,
+    card: str | None = None,
 ) -> None:
     """Writes every parameter of a model as a new checkpoint.
 
@@ -111,6 +116,7 @@ def save_full(
       carried: tensors of other checkpoints to copy byte for byte, after ours.
       stored: name of a tensor in the table -> name to write, where that is another.
       max_shard_bytes: a shard is closed before it would grow beyond this.
+      card: text of the folder's README.md, None for none.
 
     Raises:
       InputError: a weight is not finite, `out_dir` is not ours to replace, or the disk is full
@@ -139,6 +145,7 @@ def save_full(
         copy_companions(config_folder, folder, skip=("config.json",))
         config = family.portable_config(read_json(config_folder / "config.json"))
         _write_json(folder / "config.json", _with_dtype(config, types))
+        _write_card(folder, card)
 
 
 def _merge_file(
@@ -230,6 +237,11 @@ def _with_dtype(config: dict[str, Any], types: Sequence[np.dtype]) -> dict[str, 
     name = max(set(types), key=types.count).name
     key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
     return {**config, key: name}
+
+
+def _write_card(folder: FilePath, card: str | None) -> None:
+    if card is not None:
+        (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def _write_json(path: FilePath, content: Mapping[str, Any]) -> None:

@@ -20,6 +20,7 @@ LEVELS = {
     "lora_tune.run": 8,
     "lora_tune.plan": 8,
     "lora_tune.proof": 8,
+    "lora_tune.export": 7.7,
     "lora_tune.trained": 7.5,
     "lora_tune.build": 7,
     "lora_tune.recipe": 6,

@@ -95,7 +95,10 @@ def test_train_passes_the_recipe_and_its_overrides_on(
     [
         ([], "expected recipe=NAME"),
         (["tarin", "recipe=a"], "'tarin' is no command, did you mean 'train'?"),
-        (["zzz"], "'zzz' is no command, expected one of train, plan, generate, chat, prove, list"),
+        (
+            ["zzz"],
+            "'zzz' is no command, expected one of train, plan, generate, chat, export, prove, list",
+        ),
         (["train"], "expected one recipe=NAME, a file or one of"),
         (["lora.r=4"], "expected one recipe=NAME, a file or one of"),
         (["recipe="], "expected one recipe=NAME"),
