@@ -4,11 +4,20 @@
 Each yields one sentence per problem, so that a family can report all of them in one error.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 MOST: Mapping[str, int] = {"num_hidden_layers": 500, "num_experts": 4096}
 """Far above any model there is; planning for what a slip of the pen asks for would take hours."""
+_LEAST: Mapping[str, int] = {
+    "hidden_size_per_layer_input": 0,
+    "linear_conv_kernel_dim": 2,
+    "max_window_layers": 0,
+    "num_experts": 0,
+    "num_experts_per_tok": 0,
+}
+"""What whole numbers must at least be, those that are not here: 1."""
 
 
 _NEUTRAL = """
@@ -38,12 +47,13 @@ def has_type_of(value: Any, example: Any) -> bool:
 def value_problems(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with the fields that are one number or one truth value."""
     for name, default in defaults.items():
-        zero = name.startswith("num_experts") or name.endswith("_per_layer_input")
-        value, least = values[name], 0 if zero else 1
+        value, least = values[name], _LEAST.get(name, 1)
         if not has_type_of(value, default):
             yield f"{name} is {value!r}, expected {type(default).__name__}"
         elif type(default) is int and value < least:
             yield f"{name} is {value}, expected at least {least}"
+        elif type(default) is float:
+            yield from positive(values, (name,))
         elif value > MOST.get(name, value):
             yield f"{name} is {value}, expected at most {MOST[name]}"
 
@@ -55,11 +65,14 @@ def unsupported(hf: Mapping[str, Any], only: Mapping[str, Sequence[Any]]) -> Ite
             yield f"{name}={hf[name]!r} is not supported (only {' or '.join(map(repr, allowed))})"
 
 
-def positive(values: Mapping[str, Any], names: Sequence[str]) -> Iterator[str]:
-    """What is wrong with fields that must be numbers above 0."""
+def positive(
+    values: Mapping[str, Any], names: Sequence[str], place: Callable[[str], str] = str
+) -> Iterator[str]:
+    """What is wrong with fields that must be finite numbers above 0; `place` says where one is."""
     for name in names:
-        if not has_type_of(values[name], 1.0) or values[name] <= 0:
-            yield f"{name} is {values[name]!r}, expected a number above 0"
+        value = values[name]
+        if not has_type_of(value, 1.0) or not 0 < value <= sys.float_info.max:
+            yield f"{place(name)} is {value!r}, expected a finite number above 0"
 
 
 _MULTIMODAL = frozenset(

@@ -26,7 +26,15 @@ from lora_tune.models.attention import attend, make_attention_cache
 from lora_tune.models.decoder import Family, LayerInputs
 from lora_tune.models.fields import list_problems, unknown_fields, unsupported, value_problems
 from lora_tune.models.gated_delta import Conv, DeltaSizes, delta_attention, log_decay
-from lora_tune.models.rope import Rope, completed, make_rope, rope_fields, rope_problems
+from lora_tune.models.rope import (
+    Rope,
+    RopeFields,
+    completed,
+    make_rope,
+    no_objects,
+    rope_fields,
+    rope_problems,
+)
 
 LINEAR, FULL = "linear_attention", "full_attention"
 _GATE_EPS = 1e-5
@@ -120,14 +128,16 @@ def read_config(hf: Mapping[str, Any]) -> OlmoHybridConfig:
         values |= {n: f if hf.get(n) is None else hf[n] for n, f in follow.items()}
         problems += value_problems(values, follow)
         problems += unknown_fields(hf, {*values, *_ONLY, *_OTHERS})
-    problems = problems or [*_size_problems(hf, values), *_rope_problems(hf, values)]
+    problems = problems or [*_size_problems(hf, values), *_rope_problems(hf)]
     if problems:
         raise InputError("config.json (olmo_hybrid): " + "; ".join(problems))
-    most, rope = values.pop("max_position_embeddings"), _rope(hf, values)
+    most, rope = values.pop("max_position_embeddings"), _rope(hf)
     return OlmoHybridConfig(
         **values,
         layer_types=_layer_types(hf, values["num_hidden_layers"]),
-        rope=None if rope["rope_theta"] is None else make_rope(rope, values["head_dim"], most),
+        rope=None
+        if rope.values["rope_theta"] is None
+        else make_rope(rope, values["head_dim"], most),
     )
 
 
@@ -158,7 +168,7 @@ def _layer_types(hf: Mapping[str, Any], layers: int) -> tuple[str, ...]:
     return tuple(types if FULL in types else [*types[:-1], FULL])
 
 
-def _rope(hf: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def _rope(hf: Mapping[str, Any]) -> RopeFields:
     return completed(
         rope_fields(hf),
         hf,
@@ -167,11 +177,11 @@ def _rope(hf: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     )
 
 
-def _rope_problems(hf: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
-    if not isinstance(rope_fields(hf), Mapping):
-        yield f"rope_parameters is {rope_fields(hf)!r}, expected an object"
-    elif (rope := _rope(hf, values))["rope_theta"] is not None:
-        yield from rope_problems(rope, "rope_parameters")
+def _rope_problems(hf: Mapping[str, Any]) -> Iterator[str]:
+    wrong = list(no_objects(rope_fields(hf)))
+    yield from wrong
+    if not wrong and (rope := _rope(hf)).values["rope_theta"] is not None:
+        yield from rope_problems(rope)
 
 
 def _size_problems(hf: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[str]:

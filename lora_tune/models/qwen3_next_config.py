@@ -15,7 +15,15 @@ from lora_tune.models.fields import (
     unsupported,
     value_problems,
 )
-from lora_tune.models.rope import Rope, completed, make_rope, rope_fields, rope_problems
+from lora_tune.models.rope import (
+    Rope,
+    RopeFields,
+    completed,
+    make_rope,
+    no_objects,
+    rope_fields,
+    rope_problems,
+)
 
 LINEAR, FULL = "linear_attention", "full_attention"
 Kind = tuple[str, bool]
@@ -212,15 +220,14 @@ def _shape_problems(dialect: Dialect, hf: Mapping[str, Any]) -> Iterator[str]:
         )
     yield from list_problems(hf, "layer_types", str)
     yield from list_problems(hf, "mlp_only_layers", int)
-    if not isinstance(rope_fields(hf), Mapping):
-        yield f"rope_parameters is {rope_fields(hf)!r}, expected an object"
-        return
-    ignored = _SECTIONS if dialect.separate else ()
-    rope = _rope(dialect, hf)
-    yield from rope_problems(rope, "rope_parameters", partial=True, ignored=ignored)
+    wrong = list(no_objects(rope_fields(hf)))
+    yield from wrong
+    if not wrong:
+        ignored = _SECTIONS if dialect.separate else ()
+        yield from rope_problems(_rope(dialect, hf), partial=True, ignored=ignored)
 
 
-def _rope(dialect: Dialect, hf: Mapping[str, Any]) -> dict[str, Any]:
+def _rope(dialect: Dialect, hf: Mapping[str, Any]) -> RopeFields:
     """The rope fields; transformers 5 moved them from the top into `rope_parameters`."""
     return completed(
         rope_fields(hf),
@@ -279,6 +286,11 @@ def _check_sizes(c: Qwen3NextConfig) -> None:
             rotary_dim > 0 and rotary_dim % 2 == 0,
             f"head_dim ({c.head_dim}) times partial_rotary_factor is {rotary_dim}, expected an "
             "even number above 0",
+        ),
+        (
+            c.rope.rope_type != "dynamic" or rotary_dim != 2,
+            f"head_dim ({c.head_dim}) times partial_rotary_factor is 2, expected at least 4 "
+            "(rope_type is 'dynamic')",
         ),
         (
             c.linear_num_value_heads % c.linear_num_key_heads == 0,

@@ -125,68 +125,119 @@ def _text_lengths(inputs: LayerInputs) -> jax.Array:  # [B, T]
     return sequence.own_heads(jnp.take_along_axis(positions, end, axis=1) + 1, 1)
 
 
-def rope_fields(hf: Mapping[str, Any]) -> Any:
-    """transformers 5 calls `rope_parameters` what was `rope_scaling`, and reads both."""
-    return hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+@dataclasses.dataclass(frozen=True)
+class RopeFields:
+    """Rope fields of one kind of layer.
+
+    Attributes:
+      objects: the objects of `config.json` that say them, by name; the first to speak counts.
+      values: all of them, with what follows from elsewhere.
+    """
+
+    objects: Mapping[str, Mapping[str, Any]]
+    values: Mapping[str, Any]
+
+    @property
+    def where(self) -> str:
+        """Where a field that is missing would stand."""
+        return next(iter(self.objects))
+
+    def place(self, name: str) -> str:
+        """Where a field stands: in one of the objects, or at the top of `config.json`."""
+        return next((f"{w}.{name}" for w, fields in self.objects.items() if name in fields), name)
 
 
-def completed(fields: Mapping[str, Any], hf: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
+def rope_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The object with rope fields, by its name.
+
+    transformers 5 calls `rope_parameters` what was `rope_scaling`, and reads both.
+    """
+    name = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
+    return {name: hf.get(name) or {}}
+
+
+def no_objects(objects: Mapping[str, Any]) -> Iterator[str]:
+    """What stands, by name, where `config.json` must have an object, and is none."""
+    for name, value in objects.items():
+        if not isinstance(value, Mapping):
+            yield f"{name} is {value!r}, expected an object"
+
+
+def completed(
+    objects: Mapping[str, Mapping[str, Any]], hf: Mapping[str, Any], **defaults: Any
+) -> RopeFields:
     """Rope fields of one kind of layer with all that follows from elsewhere.
 
     Args:
-      fields: an object of `config.json`.
+      objects: see `RopeFields`.
       hf: `config.json`; the original context, where the object does not say it, stands at its top
         or is `max_position_embeddings`.
       defaults: for what neither says: `rope_theta`, `max_position_embeddings`.
     """
     most = hf.get("max_position_embeddings", defaults.pop("max_position_embeddings"))
+    fields = {n: v for one in reversed([*objects.values()]) for n, v in one.items()}
     more = {
         "rope_type": fields.get("type") or "default",
         _ORIGINAL: hf.get(_ORIGINAL, most),
         **defaults,
     }
-    return more | dict(fields)
+    return RopeFields(objects, more | fields)
 
 
 def rope_problems(
-    rope: Mapping[str, Any], where: str, *, partial: bool = False, ignored: Sequence[str] = ()
+    fields: RopeFields, *, partial: bool = False, ignored: Sequence[str] = ()
 ) -> Iterator[str]:
     """What is wrong with `completed` rope fields.
 
     Args:
-      rope: the fields.
-      where: their name in `config.json`.
+      fields: the fields.
       partial: whether the family can turn a part of each head.
       ignored: further fields that do not change what is computed.
     """
-    kind = rope["rope_type"]
-    yield from positive(rope, ("rope_theta",))
+    rope, place, kind = fields.values, fields.place, fields.values["rope_type"]
+    yield from positive(rope, ("rope_theta",), place)
     factor = rope.get("partial_rotary_factor")
     if partial and factor is not None:
-        yield from positive(rope, ("partial_rotary_factor",))
+        wrong = list(positive(rope, ("partial_rotary_factor",), place))
+        yield from wrong
+        if not wrong and factor > 1:
+            yield f"{place('partial_rotary_factor')} is {factor}, expected at most 1"
     elif factor not in (None, 1, 1.0):
-        yield f"{where}.partial_rotary_factor={factor!r} is not supported (only 1)"
-    if kind not in _NEEDED:
-        yield f"{where}.rope_type={kind!r} is not supported (only {', '.join(_NEEDED)})"
+        yield f"{place('partial_rotary_factor')}={factor!r} is not supported (only 1)"
+    if not isinstance(kind, str) or kind not in _NEEDED:
+        name = place("rope_type")
+        name = place("type") if name == "rope_type" else name
+        yield f"{name}={kind!r} is not supported (only {', '.join(_NEEDED)})"
         return
     needed, optional = _NEEDED[kind], _OPTIONAL.get(kind, {})
     for name, value in rope.items():
         if value is not None and name not in (*_ALWAYS, *needed, *optional, *ignored):
-            yield f"{where}.{name}={value!r} is unknown to rope_type={kind!r}"
-    wrong = [f"{where}.{n} is missing (rope_type is {kind!r})" for n in needed if n not in rope]
-    wrong += positive(rope, [name for name in needed if name in rope])
-    wrong += positive(rope, [n for n in optional if n != "truncate" and rope.get(n) is not None])
+            yield f"{place(name)}={value!r} is unknown to rope_type={kind!r}"
+    yield from _type_problems(fields, kind)
+
+
+def _type_problems(fields: RopeFields, kind: str) -> Iterator[str]:
+    """What is wrong with the numbers of one rope type."""
+    rope, place = fields.values, fields.place
+    needed, optional = _NEEDED[kind], _OPTIONAL.get(kind, {})
+    missing = [name for name in needed if name not in rope]
+    wrong = [f"{fields.where}.{name} is missing (rope_type is {kind!r})" for name in missing]
+    numbers = [name for name in needed if name in rope]
+    numbers += [n for n in optional if n != "truncate" and rope.get(n) is not None]
+    wrong += positive(rope, numbers, place)
     if not isinstance(rope.get("truncate", True), bool):
-        wrong.append(f"{where}.truncate is {rope['truncate']!r}, expected true or false")
+        wrong.append(f"{place('truncate')} is {rope['truncate']!r}, expected true or false")
     if kind == "llama3" and not wrong and rope["high_freq_factor"] <= rope["low_freq_factor"]:
-        wrong.append(f"{where}.high_freq_factor must be above low_freq_factor")
-    if kind == "yarn" and not wrong and rope["rope_theta"] <= 1:
-        wrong.append(f"{where}.rope_theta is {rope['rope_theta']}, expected more than 1")
+        wrong.append(f"{place('high_freq_factor')} must be above low_freq_factor")
+    theta = rope["rope_theta"]
+    if kind == "yarn" and not wrong and not list(positive(rope, ("rope_theta",))) and theta <= 1:
+        wrong.append(f"{place('rope_theta')} is {theta}, expected more than 1")
     yield from wrong
 
 
-def make_rope(rope: Mapping[str, Any], head_dim: int, max_positions: int) -> Rope:
+def make_rope(fields: RopeFields, head_dim: int, max_positions: int) -> Rope:
     """The rotation that `completed` fields without problems describe."""
+    rope = fields.values
     kind = rope["rope_type"]
     optional = _OPTIONAL.get(kind, {})
     given = {name: rope.get(name) for name in optional}

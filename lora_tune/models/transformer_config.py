@@ -11,16 +11,22 @@ from typing import Any, Literal
 
 from lora_tune.errors import InputError
 from lora_tune.models.fields import (
-    has_type_of,
     list_problems,
-    positive,
     sparse_layers,
     text_fields,
     unknown_fields,
     unsupported,
     value_problems,
 )
-from lora_tune.models.rope import Rope, completed, make_rope, rope_fields, rope_problems
+from lora_tune.models.rope import (
+    Rope,
+    RopeFields,
+    completed,
+    make_rope,
+    no_objects,
+    rope_fields,
+    rope_problems,
+)
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 Kind = tuple[str, bool]
@@ -33,7 +39,7 @@ class Dialect:
 
     Attributes:
       model_type: of the configuration.
-      defaults: what transformers assumes for a size that `config.json` leaves out. Null heads and
+      defaults: what transformers assumes for a field that `config.json` leaves out. Null heads and
         head sizes follow from the other sizes.
       only: fields that may ask for something the layers do not do -> the values that do not.
       ignored: further fields that do not change what is computed.
@@ -44,7 +50,8 @@ class Dialect:
       qk_norm: queries and keys are normalised head by head before they are turned.
       windows: which layers see a window of tokens: `none`; `all`, unless `sliding_window` is null;
         `switched`, all with `use_sliding_window`; `late`, with that those from
-        `max_window_layers` on; `cycle`, all but every `sliding_window_pattern`-th.
+        `max_window_layers` on; `cycle`, all but every `sliding_window_pattern`-th, which is every
+        sixth where that is no field of the family.
       local_theta: the base of rope in layers with a window, where those have a rope of their own;
         `theta` is that of the others.
       activation: of the MLP, one of `lora_tune.layers.moe.ACTIVATIONS`.
@@ -53,8 +60,9 @@ class Dialect:
       scaled_embeddings: embeddings are multiplied by the root of their width.
       unscaled: products of queries and keys are not scaled.
       global_rope: rope fields of layers without a window, where `rope_parameters` is missing.
-      global_heads: layers without a window may have heads of their own: `global_head_dim`, and with
-        `attention_k_eq_v`, which also makes keys the values, `num_global_key_value_heads`.
+      global_heads: layers without a window may have heads of their own, see `_global_heads`; with
+        `attention_k_eq_v` their keys are the values. The last layer is one of them.
+      older_rope: rope fields of transformers 4 are read: `rope_theta` and `rope_scaling`.
       value_norm: values are normalised, without a weight.
       exact_norms: norms are float32 throughout, see `PlainRMSNorm`.
       scaled_layers: each layer's output is multiplied by a number of its own.
@@ -81,6 +89,7 @@ class Dialect:
     unscaled: bool = False
     global_rope: Sequence[tuple[str, Any]] = ()
     global_heads: bool = False
+    older_rope: bool = True
     value_norm: bool = False
     exact_norms: bool = False
     scaled_layers: bool = False
@@ -153,9 +162,8 @@ class TransformerConfig:
         """Key/value heads, and the width of every head, in layers of a type."""
         count, width = self.num_key_value_heads, self.head_dim
         if layer_type == FULL and self.dialect.global_heads:
+            count = self.num_global_key_value_heads or count
             width = self.global_head_dim or width
-            if self.attention_k_eq_v:
-                count = self.num_global_key_value_heads or count
         return count, width
 
     def rope(self, layer_type: str) -> Rope:
@@ -169,19 +177,16 @@ _NULLABLE: Mapping[str, Any] = {
     "global_head_dim": 1,
     "num_global_key_value_heads": 1,
     "final_logit_softcapping": 1.0,
+    "sliding_window": 1,
 }
 """Fields that may be null -> an example of their type."""
-_GLOBAL = ("global_head_dim", "num_global_key_value_heads")
-_FIELDS = (*_FOLLOW, "max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters")
-_FIELDS += ("original_max_position_embeddings",)
-_ROUTING = ("mlp_only_layers", "output_router_logits", "router_aux_loss_coef")
-_WINDOWS: Mapping[str, tuple[str, ...]] = {
-    "none": (),
-    "all": ("sliding_window",),
-    "switched": ("sliding_window", "use_sliding_window"),
-    "late": ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
-    "cycle": ("sliding_window", "sliding_window_pattern", "layer_types"),
+_GLOBAL: Mapping[str, str] = {
+    "head_dim": "global_head_dim",
+    "num_key_value_heads": "num_global_key_value_heads",
 }
+"""Sizes of heads -> what they are called in layers without a window."""
+_OLDER_ROPE = ("rope_theta", "rope_scaling")
+_ROUTING = ("mlp_only_layers", "output_router_logits", "router_aux_loss_coef")
 
 
 def read_config(dialect: Dialect, hf: Mapping[str, Any]) -> TransformerConfig:
@@ -193,7 +198,6 @@ def read_config(dialect: Dialect, hf: Mapping[str, Any]) -> TransformerConfig:
     """
     hf, around = text_fields(hf) if dialect.multimodal else (hf, [])
     hf, twice = _under_one_name(dialect, hf)
-    hf, layered = _without_layers(dialect, hf)
     values = {name: hf.get(name, default) for name, default in dialect.defaults.items()}
     null = {name for name in _NULLABLE if values.get(name) is None}
     checked = values.keys() - null - set(_FOLLOW)
@@ -201,7 +205,6 @@ def read_config(dialect: Dialect, hf: Mapping[str, Any]) -> TransformerConfig:
     problems = [
         *around,
         *twice,
-        *layered,
         *value_problems(values, sizes),
         *unsupported(hf, dialect.only),
         *unknown_fields(hf, _known(dialect)),
@@ -218,7 +221,10 @@ def read_config(dialect: Dialect, hf: Mapping[str, Any]) -> TransformerConfig:
             *_bias_problems(dialect, hf),
             *list_problems(hf, "mlp_only_layers", int),
         ]
-    problems = problems or list(_size_problems(dialect, values))
+    if not problems and dialect.global_heads:
+        heads, problems = _global_heads(dialect, hf, values)
+        values |= heads
+    problems = problems or list(_size_problems(dialect, hf, values))
     if problems:
         raise InputError(f"config.json ({dialect.model_type}): " + "; ".join(problems))
     return _make_config(dialect, hf, values)
@@ -233,13 +239,13 @@ def _make_config(
     widths[FULL] = values.get("global_head_dim") or widths[FULL]
     ropes = {
         kind: make_rope(rope, widths[kind], most)
-        for kind, (_, rope) in _ropes(dialect, hf, values).items()
+        for kind, rope in _ropes(dialect, hf, values).items()
     }
     sparse = sparse_layers({**_NO_EXPERTS, **values}, hf.get("mlp_only_layers"))
     fields = {field.name for field in dataclasses.fields(TransformerConfig)}
     return TransformerConfig(
         dialect=dialect,
-        **{name: value for name, value in values.items() if name in fields},
+        **{name: value for name, value in values.items() if name in fields - {"sliding_window"}},
         attention_bias=bool(hf.get("attention_bias")),
         mlp_bias=bool(hf.get("mlp_bias")),
         sliding_window=window,
@@ -251,9 +257,13 @@ def _make_config(
 
 def _known(dialect: Dialect) -> set[str]:
     """The fields that this dialect reads, checks, or knows to change nothing."""
-    known = {*dialect.defaults, *dialect.only, *dialect.ignored, *dialect.biases, *_FIELDS}
-    known |= {"rope_local_base_freq"} if dialect.local_theta is not None else set()
-    return known | {*_WINDOWS[dialect.windows]} | ({*_ROUTING} if dialect.routes else set())
+    known = {*dialect.defaults, *dialect.only, *dialect.ignored, *dialect.biases}
+    known |= {"rope_parameters", "original_max_position_embeddings"}
+    if dialect.older_rope:
+        known |= {*_OLDER_ROPE, *(("rope_local_base_freq",) if dialect.local_theta else ())}
+    known |= {"layer_types"} if dialect.windows in ("late", "cycle") else set()
+    known |= {"per_layer_config"} if dialect.global_heads else set()
+    return known | ({*_ROUTING} if dialect.routes else set())
 
 
 def _types_and_window(
@@ -262,16 +272,16 @@ def _types_and_window(
     """The type of every layer, and how many tokens a query sees in those with a window."""
     layers, window = values["num_hidden_layers"], None
     if dialect.windows != "none" and values.get("use_sliding_window", True):
-        window = hf.get("sliding_window", 4096)
+        window = values["sliding_window"]
     if hf.get("layer_types") is not None:
         return tuple(hf["layer_types"]), window
     if dialect.windows == "cycle":
-        cycle = hf.get("sliding_window_pattern", 6)
+        cycle = values.get("sliding_window_pattern", 6)
         types = [SLIDING if (i + 1) % cycle else FULL for i in range(layers)]
         if dialect.global_heads:
             types[-1] = FULL
         return tuple(types), window
-    first = hf.get("max_window_layers", 28) if dialect.windows == "late" else 0
+    first = values["max_window_layers"] if dialect.windows == "late" else 0
     first = layers if window is None else first
     return tuple(SLIDING if i >= first else FULL for i in range(layers)), window
 
@@ -279,24 +289,16 @@ def _types_and_window(
 def _window_problems(
     dialect: Dialect, hf: Mapping[str, Any], values: Mapping[str, Any]
 ) -> Iterator[str]:
-    window, first = hf.get("sliding_window"), hf.get("max_window_layers", 0)
-    if window is not None and not (has_type_of(window, 1) and window > 0):
-        yield f"sliding_window is {window!r}, expected a number of tokens, or null"
-    if not has_type_of(first, 1) or first < 0:
-        yield f"max_window_layers is {first!r}, expected a number of layers"
-        return
-    cycle = hf.get("sliding_window_pattern", 6)
-    if not has_type_of(cycle, 1) or cycle < 1:
-        yield f"sliding_window_pattern is {cycle!r}, expected a number of layers"
-        return
     listed, count = hf.get("layer_types"), values["num_hidden_layers"]
-    is_list = isinstance(listed, (list, tuple)) and set(listed) <= {SLIDING, FULL}
+    is_list = isinstance(listed, (list, tuple)) and all(t in (SLIDING, FULL) for t in listed)
     if listed is not None and not is_list:
         yield f"layer_types is {listed!r}, expected a list of {SLIDING!r} and {FULL!r}"
         return
     types, window = _types_and_window(dialect, hf, values)
     if len(types) != count:
         yield f"layer_types lists {len(types)} layers, num_hidden_layers is {count}"
+    elif dialect.global_heads and types[-1] != FULL:
+        yield f"layer_types ends in {SLIDING!r}, but the last layer of this family is {FULL!r}"
     if SLIDING in types and window is None:
         off = "sliding_window is null"
         if "use_sliding_window" in values:
@@ -306,26 +308,27 @@ def _window_problems(
 
 def _ropes(
     dialect: Dialect, hf: Mapping[str, Any], values: Mapping[str, Any]
-) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Layer type -> where its rope fields stand, and all of them.
+) -> dict[str, RopeFields]:
+    """Layer type -> its rope fields.
 
     `rope_theta` used to stand at the top, `rope_type` to be called `type`.
     """
     most = {"max_position_embeddings": values["max_position_embeddings"]}
-    theta = hf.get("rope_theta", dialect.theta)
+    theta = hf.get("rope_theta", dialect.theta) if dialect.older_rope else dialect.theta
     if dialect.local_theta is None:
         one = completed(rope_fields(hf), hf, rope_theta=theta, **most)
-        return dict.fromkeys((FULL, SLIDING), ("rope_parameters", one))
+        return dict.fromkeys((FULL, SLIDING), one)
     fields = hf.get("rope_parameters") or {}
-    given = fields.get(FULL) or ({} if fields else dict(dialect.global_rope))
-    full = {**given, **(hf.get("rope_scaling") or {})}
+    full = fields.get(FULL) or ({} if fields else dict(dialect.global_rope))
+    older = {"rope_scaling": scaling} if (scaling := hf.get("rope_scaling")) else {}
     local = hf.get("rope_local_base_freq", dialect.local_theta)
+    objects = {
+        FULL: {**older, f"rope_parameters.{FULL}": full},
+        SLIDING: {f"rope_parameters.{SLIDING}": fields.get(SLIDING) or {}},
+    }
     return {
-        FULL: (f"rope_parameters.{FULL}", completed(full, hf, rope_theta=theta, **most)),
-        SLIDING: (
-            f"rope_parameters.{SLIDING}",
-            completed(fields.get(SLIDING) or {}, hf, rope_theta=local, **most),
-        ),
+        kind: completed(objects[kind], hf, rope_theta=base, **most)
+        for kind, base in ((FULL, theta), (SLIDING, local))
     }
 
 
@@ -338,11 +341,22 @@ def _rope_problems(
         objects |= {f"rope_parameters.{kind}": fields.get(kind) or {} for kind in (FULL, SLIDING)}
         odd = {name: value for name, value in fields.items() if name not in (FULL, SLIDING)}
         yield from (f"rope_parameters.{n}={v!r} is unknown to this family" for n, v in odd.items())
-    wrong = {name: value for name, value in objects.items() if not isinstance(value, Mapping)}
-    yield from (f"{name} is {value!r}, expected an object" for name, value in wrong.items())
-    if not wrong:
-        for where, rope in dict(_ropes(dialect, hf, values).values()).items():
-            yield from rope_problems(rope, where, partial=rope["rope_type"] == "proportional")
+    wrong = list(no_objects(objects))
+    yield from wrong
+    if wrong:
+        return
+    ropes = _ropes(dialect, hf, values)
+    for rope in {rope.where: rope for rope in ropes.values()}.values():
+        yield from rope_problems(rope, partial=rope.values["rope_type"] == "proportional")
+        if nested and rope.values.get("truncate") is False:
+            # transformers looks for it beside the layer types, where its own checks refuse it.
+            yield f"{rope.place('truncate')}=False is not supported (only True)"
+    older = objects["rope_scaling"]
+    if nested and "rope_type" not in older and older.get("type", "default") != "default":
+        yield (
+            f"rope_scaling.type={older['type']!r} is not read in this family; write rope_type in "
+            "its place"
+        )
 
 
 def _bias_problems(dialect: Dialect, hf: Mapping[str, Any]) -> Iterator[str]:
@@ -362,25 +376,57 @@ def _under_one_name(dialect: Dialect, hf: Mapping[str, Any]) -> tuple[dict[str, 
     return named, problems
 
 
-def _without_layers(dialect: Dialect, hf: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
-    """`per_layer_config`, which transformers 5 writes, as the fields that it was made of."""
-    layers = hf.get("per_layer_config")
-    if not dialect.global_heads or not layers:
-        return hf, []
-    types = hf.get("layer_types") or ()
-    full = {str(i) for i, kind in enumerate(types) if kind == FULL}
-    same = isinstance(layers, Mapping) and {*map(str, layers)} == full
-    first = next(iter(layers.values())) if same else None
-    if not isinstance(first, Mapping) or any(other != first for other in layers.values()):
-        return hf, [f"per_layer_config={layers!r} is not supported (only all global layers alike)"]
-    if odd := sorted({*first} - {"head_dim", "num_key_value_heads"}):
-        return hf, [f"per_layer_config has {', '.join(odd)}, which is unknown to this family"]
-    rest = {name: value for name, value in hf.items() if name != "per_layer_config"}
-    named = {"head_dim": _GLOBAL[0], "num_key_value_heads": _GLOBAL[1]}
-    return {**rest, **{named[name]: value for name, value in first.items()}}, []
+def _global_heads(
+    dialect: Dialect, hf: Mapping[str, Any], values: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """Heads of layers without a window, and what is wrong with them.
+
+    transformers 5 turns `global_head_dim` and, with `attention_k_eq_v`,
+    `num_global_key_value_heads` into `per_layer_config`: what single layers have in place of
+    `head_dim` and `num_key_value_heads`, unless it is the same. Where that is, only that counts.
+    """
+    own = {name: values[name] for name in _GLOBAL}
+    if "per_layer_config" not in hf:
+        shared = () if values["attention_k_eq_v"] else ("num_key_value_heads",)
+        found = {n: None if n in shared else values[other] for n, other in _GLOBAL.items()}
+        return {other: found[n] or own[n] for n, other in _GLOBAL.items()}, []
+    types, layers = _types_and_window(dialect, hf, values)[0], hf["per_layer_config"] or {}
+    if wrong := list(_layer_problems(layers, len(types))):
+        return {}, wrong
+    given = {int(i): fields for i, fields in layers.items()}
+    heads = [{**own, **given.get(i, {})} for i in range(len(types))]
+    by_type = {
+        kind: [h for h, t in zip(heads, types, strict=True) if t == kind]
+        for kind in (SLIDING, FULL)
+    }
+    full = by_type[FULL][0]
+    if any(h != own for h in by_type[SLIDING]) or any(h != full for h in by_type[FULL]):
+        alike = f"only all layers of type {FULL!r} alike"
+        return {}, [f"per_layer_config={layers!r} is not supported ({alike})"]
+    return {other: full[name] for name, other in _GLOBAL.items()}, []
 
 
-def _size_problems(dialect: Dialect, values: Mapping[str, Any]) -> Iterator[str]:
+def _layer_problems(layers: Any, count: int) -> Iterator[str]:
+    """What is wrong with the form of `per_layer_config`."""
+    if not isinstance(layers, Mapping):
+        yield f"per_layer_config is {layers!r}, expected an object"
+        return
+    for layer, fields in layers.items():
+        where = f"per_layer_config.{layer}"
+        if not (layer.isdecimal() and int(layer) < count):
+            yield f"{where} is no layer, expected a number below {count}"
+        elif not isinstance(fields, Mapping):
+            yield f"{where} is {fields!r}, expected an object"
+        elif odd := sorted({*fields} - {*_GLOBAL}):
+            yield f"{where} has {', '.join(odd)}, which is unknown to this family"
+        else:
+            sizes = value_problems(fields, dict.fromkeys(fields, 1))
+            yield from (f"{where}.{problem}" for problem in sizes)
+
+
+def _size_problems(
+    dialect: Dialect, hf: Mapping[str, Any], values: Mapping[str, Any]
+) -> Iterator[str]:
     for name in ("num_key_value_heads", "num_global_key_value_heads"):
         if values["num_attention_heads"] % (values.get(name) or 1):
             yield f"num_attention_heads must be a multiple of {name}"
@@ -388,10 +434,10 @@ def _size_problems(dialect: Dialect, values: Mapping[str, Any]) -> Iterator[str]
         width = values.get(name) or 4
         if width % 2 or width < 4:
             yield f"{name} is {width}, expected an even number of at least 4"
-    if values.get("final_logit_softcapping") is not None:
-        yield from positive(values, ("final_logit_softcapping",))
-    if values.get("hidden_size_per_layer_input"):
-        width = values["hidden_size_per_layer_input"]
-        yield f"hidden_size_per_layer_input={width} is not supported (only 0)"
+    name = "hidden_size_per_layer_input"
+    if name in hf and values[name]:
+        yield f"{name}={values[name]} is not supported (only 0)"
+    elif values.get(name):
+        yield f"{name} is missing, which means {values[name]}; only 0 is supported, write it"
     if dialect.routes and not 0 < values["num_experts_per_tok"] <= values["num_experts"]:
         yield "num_experts_per_tok must be between 1 and num_experts"

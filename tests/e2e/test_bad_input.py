@@ -222,7 +222,10 @@ def test_bad_recipe(
         ({"model_type": ["qwen3_next"]}, ["model_type", "is not supported"]),
         ({"attention_bias": True}, ["attention_bias=True is not supported"]),
         ({"quantization_config": {"bits": 4}}, ["quantization_config", "is not supported"]),
-        ({"rope_scaling": {"type": "longrope"}}, ["rope_type='longrope'", "is not supported"]),
+        (
+            {"rope_scaling": {"type": "longrope"}},
+            ["rope_scaling.type='longrope'", "is not supported"],
+        ),
         ({"rope_parameters": 5}, ["rope_parameters"]),
         ({"rope_theta": "big"}, ["rope_theta"]),
         ({"hidden_size": "16"}, ["hidden_size is '16', expected int"]),

@@ -36,6 +36,7 @@ def test_positions_are_off_where_the_base_is_null():
         ({"layer_types": [FULL]}, "layer_types lists 1 layers"),
         ({"linear_allow_neg_eigval": 1}, "linear_allow_neg_eigval is 1"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type='longrope'"),
+        ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1, expected at least 2"),
         ({"rope_parameters": 3}, "rope_parameters is 3"),
     ],
 )

@@ -59,9 +59,16 @@ def test_the_sparse_model_has_experts_in_every_layer():
     ("family", "fields", "named"),
     [
         ("qwen3_next", {"attention_sinks": 4}, "attention_sinks=4 is unknown to this family"),
-        ("qwen3_next", {"rope_scaling": {"type": "longrope"}}, "rope_type='longrope'"),
+        ("qwen3_next", {"rope_scaling": {"type": "longrope"}}, "rope_scaling.type='longrope'"),
         ("qwen3_next", {"rope_scaling": {"mrope_section": [1]}}, "mrope_section=[1] is unknown"),
         ("qwen3_next", {"partial_rotary_factor": 0}, "partial_rotary_factor is 0"),
+        ("qwen3_next", {"partial_rotary_factor": 2.0}, "partial_rotary_factor is 2.0, expected at"),
+        (
+            "qwen3_next",
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "head_dim": 8},
+            "partial_rotary_factor is 2, expected at least 4",
+        ),
+        ("qwen3_next", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1, expected at"),
         ("qwen3_next", {"layer_types": [3]}, "layer_types is [3]"),
         ("qwen3_next", {"layer_types": [FULL]}, "layer_types lists 1 layers"),
         ("qwen3_5", {"attn_output_gate": False}, "attn_output_gate=False is not supported"),

@@ -78,7 +78,7 @@ def test_gemma3_has_a_cycle_and_a_rope_for_each_type():
     assert (config.rope(FULL).theta, config.rope(SLIDING).theta) == (1e6, 1e4)
     assert config.attention_scale == 1 / 16  # 256 ** -0.5, whatever the heads' width
     older = {"rope_theta": 9.0, "rope_local_base_freq": 7.0, "rope_scaling": None}
-    config = read("gemma3_text", **older | {"rope_scaling": {"type": "linear", "factor": 8.0}})
+    config = read("gemma3_text", **older | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}})
     assert (config.rope(FULL).theta, config.rope(SLIDING).theta) == (9.0, 7.0)
     assert config.rope(FULL).rope_type == "linear"
     assert config.rope(SLIDING).rope_type == "default"
@@ -95,13 +95,43 @@ def test_gemma4_has_other_heads_in_layers_without_a_window():
     assert frequencies[63] == pytest.approx(1e6 ** (-63 / 256))
     assert not frequencies[64:].any()
     assert config.rope(SLIDING).rope_type == "default"
-    layers = {"5": {"head_dim": 16, "num_key_value_heads": 2}}
-    layers["6"] = layers["5"]
-    written = {"per_layer_config": layers, "layer_types": list(config.layer_types)}
-    config = read("gemma4_text", **small, **written, attention_k_eq_v=True)
-    assert (config.heads(SLIDING), config.heads(FULL)) == ((4, 8), (2, 16))
+    assert not config.values_are_keys(FULL)
+    fewer = {"num_global_key_value_heads": 2, "attention_k_eq_v": True}
+    config = read("gemma4_text", **small, **fewer)
+    assert (config.heads(SLIDING), config.heads(FULL)) == ((4, 8), (2, 512))
     assert config.values_are_keys(FULL)
     assert not config.values_are_keys(SLIDING)
+    # transformers counts them only where keys are the values.
+    config = read("gemma4_text", **small, **fewer | {"attention_k_eq_v": False})
+    assert config.heads(FULL) == (4, 512)
+
+
+@pytest.mark.parametrize(
+    ("layer", "heads"),
+    [
+        ({"head_dim": 16, "num_key_value_heads": 2}, (2, 16)),
+        ({"head_dim": 16}, (4, 16)),
+        ({"num_key_value_heads": 2}, (2, 8)),
+        (None, (4, 8)),
+    ],
+)
+def test_gemma4_as_transformers_writes_it(layer, heads):
+    """Numbers of layers are of equal length; what is as everywhere is left out."""
+    small = {"hidden_size_per_layer_input": 0, "num_hidden_layers": 11, "head_dim": 8}
+    layers = {} if layer is None else {"05": layer, "10": layer}
+    config = read("gemma4_text", **small, per_layer_config=layers)
+    assert config.layer_types == ((SLIDING,) * 5 + (FULL,)) + ((SLIDING,) * 4 + (FULL,))
+    assert (config.heads(SLIDING), config.heads(FULL)) == ((4, 8), heads)
+
+
+def test_fields_of_published_sparse_models_that_ask_for_nothing():
+    read("qwen3_moe", shared_expert_intermediate_size=0, use_qk_norm=True)
+
+
+def test_a_fault_is_named_once():
+    with pytest.raises(InputError) as caught:
+        read("gemma4_text", hidden_size_per_layer_input=0, per_layer_config={"3": {"head_dim": 4}})
+    assert str(caught.value).count("per_layer_config") == 1
 
 
 def test_a_multimodal_gemma3_says_little():
@@ -141,17 +171,23 @@ def test_fields_that_change_nothing_pass():
         ("llama", {"head_dim": 5}, "head_dim is 5, expected an even number"),
         ("llama", {"head_dim": "a"}, "head_dim is 'a'"),
         ("llama", {"rope_theta": 0}, "rope_theta is 0"),
+        ("llama", {"rope_theta": float("inf")}, "rope_theta is inf, expected a finite number"),
+        ("llama", {"rope_parameters": {"rope_theta": "a"}}, "rope_parameters.rope_theta is 'a'"),
+        ("llama", {"rms_norm_eps": -1.0}, "rms_norm_eps is -1.0, expected a finite number above 0"),
+        ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
         ("llama", {"rope_scaling": 2.0}, "rope_scaling is 2.0"),
-        ("llama", {"rope_scaling": {"type": "longrope"}}, "rope_parameters.rope_type='longrope'"),
+        ("llama", {"rope_scaling": {"type": "longrope"}}, "rope_scaling.type='longrope'"),
+        ("llama", {"rope_parameters": {"rope_type": ["a"]}}, "rope_parameters.rope_type=['a']"),
         ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
         ("llama", {"rope_scaling": {"mrope_section": [1, 1]}}, "mrope_section=[1, 1] is unknown"),
-        ("llama", {"rope_scaling": {**LLAMA3, "factor": None}}, "factor is None"),
+        ("llama", {"rope_scaling": {**LLAMA3, "factor": None}}, "rope_scaling.factor is None"),
+        ("llama", {"rope_scaling": {**LLAMA3, "factor": float("nan")}}, "factor is nan"),
         ("llama", {"rope_scaling": {"rope_type": "llama3"}}, "low_freq_factor is missing"),
         ("llama", {"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}, "above low_freq_factor"),
         (
             "llama",
             {"rope_scaling": {"type": "linear"}},
-            "factor is missing",
+            "rope_scaling.factor is missing",
         ),
         ("qwen2", {"rope_scaling": {**YARN, "beta_fast": -1}}, "beta_fast is -1"),
         ("qwen2", {"rope_scaling": {**YARN, "truncate": 1}}, "truncate is 1"),
@@ -164,12 +200,20 @@ def test_fields_that_change_nothing_pass():
             "max_window_layers is '3'",
         ),
         ("qwen2", {"layer_types": ["chunked_attention"]}, "layer_types is ['chunked_attention']"),
+        ("qwen2", {"layer_types": [["a"]]}, "layer_types is [['a']]"),
+        ("qwen2", {"layer_types": [{}]}, "layer_types is [{}]"),
         ("qwen2", {"layer_types": [FULL]}, "layer_types lists 1 layers"),
         ("qwen2", {"layer_types": [SLIDING] * 32}, "no sliding_window (use_sliding_window)"),
         ("qwen2", {"attention_bias": True}, "attention_bias=True is unknown"),
         ("mistral", {"layer_types": [FULL] * 32}, "layer_types="),
         ("qwen3_moe", {"num_experts": 4}, "num_experts_per_tok must be between 1 and num_experts"),
         ("qwen3_moe", {"num_experts": 4, "num_local_experts": 8}, "leave out one of them"),
+        ("qwen3_moe", {"use_qk_norm": False}, "use_qk_norm=False is not supported"),
+        (
+            "qwen3_moe",
+            {"shared_expert_intermediate_size": 8},
+            "shared_expert_intermediate_size=8 is not supported",
+        ),
         ("qwen3_moe", {"mlp_only_layers": ["a"]}, "mlp_only_layers is ['a']"),
         ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
@@ -182,7 +226,33 @@ def test_fields_that_change_nothing_pass():
             "rope_parameters.sliding_attention.factor is missing",
         ),
         ("gemma3_text", {"rope_parameters": {FULL: 3}}, "rope_parameters.full_attention is 3"),
-        ("gemma4_text", {}, "hidden_size_per_layer_input=256 is not supported (only 0)"),
+        (
+            "gemma3_text",
+            {"rope_scaling": {"type": "linear", "factor": 8.0}},
+            "rope_scaling.type='linear' is not read in this family; write rope_type",
+        ),
+        (
+            "gemma3_text",
+            {"rope_parameters": {FULL: YARN | {"truncate": False}}},
+            "rope_parameters.full_attention.truncate=False is not supported",
+        ),
+        (
+            "gemma4_text",
+            {},
+            "hidden_size_per_layer_input is missing, which means 256; only 0 is supported",
+        ),
+        ("gemma4_text", {"hidden_size_per_layer_input": 8}, "_input=8 is not supported (only 0)"),
+        ("gemma4_text", {"rope_theta": 7.0}, "rope_theta=7.0 is unknown"),
+        ("gemma4_text", {"rope_local_base_freq": 7.0}, "rope_local_base_freq=7.0 is unknown"),
+        ("gemma4_text", {"rope_scaling": {"factor": 8}}, "rope_scaling={'factor': 8} is unknown"),
+        ("gemma4_text", {"sliding_window_pattern": 2}, "sliding_window_pattern=2 is unknown"),
+        ("gemma4_text", {"layer_types": [SLIDING] * 30}, "layer_types ends in"),
+        ("gemma4_text", {"layer_types": 5, "per_layer_config": {}}, "layer_types is 5"),
+        (
+            "gemma4_text",
+            {"rope_parameters": {FULL: {"rope_type": "proportional", "partial_rotary_factor": 2}}},
+            "rope_parameters.full_attention.partial_rotary_factor is 2, expected at most 1",
+        ),
         ("gemma4_text", {"num_kv_shared_layers": 10}, "num_kv_shared_layers=10 is not supported"),
         ("gemma4_text", {"enable_moe_block": True}, "enable_moe_block=True is not supported"),
         ("gemma4_text", {"use_bidirectional_attention": "all"}, "attention='all' is not supported"),
@@ -193,6 +263,16 @@ def test_fields_that_change_nothing_pass():
         ),
         ("gemma4_text", {"global_head_dim": "a"}, "global_head_dim is 'a'"),
         ("gemma4_text", {"per_layer_config": {"0": {"head_dim": 4}}}, "per_layer_config="),
+        ("gemma4_text", {"per_layer_config": {"5": {"head_dim": 4}}}, "per_layer_config="),
+        ("gemma4_text", {"per_layer_config": [1]}, "per_layer_config is [1]"),
+        ("gemma4_text", {"per_layer_config": {"x": {}}}, "per_layer_config.x is no layer"),
+        ("gemma4_text", {"per_layer_config": {"5": 3}}, "per_layer_config.5 is 3"),
+        ("gemma4_text", {"per_layer_config": {"5": {"skip": []}}}, "per_layer_config.5 has skip"),
+        (
+            "gemma4_text",
+            {"per_layer_config": {"5": {"head_dim": "a"}}},
+            "per_layer_config.5.head_dim is 'a'",
+        ),
         ("llama", {"num_experts": 4}, "num_experts=4 is unknown"),
         ("qwen3", {"mlp_bias": True}, "mlp_bias=True is unknown"),
     ],
