@@ -22,16 +22,21 @@ from lora_tune.layers.grouped import permute, sort_by, spread
 from lora_tune.layers.linear import ExpertLinear, Linear
 
 
+def silu(x: jax.Array) -> jax.Array:
+    """`x * sigmoid(x)`."""
+    return jax.nn.silu(x.astype(jnp.float32)).astype(x.dtype)
+
+
 def gelu_tanh(x: jax.Array) -> jax.Array:
     """GELU by the approximation with tanh: `gelu_pytorch_tanh` of transformers."""
-    return jax.nn.gelu(x, approximate=True)
+    return jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
 
 
 ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
+    "silu": silu,
     "gelu_pytorch_tanh": gelu_tanh,
 }
-"""Activations by the names of transformers."""
+"""Activations by the names of transformers; computed in float32 and rounded once, as in torch."""
 
 
 class MLP(nnx.Module):
@@ -76,7 +81,7 @@ class Experts(nnx.Module):
 
     def __call__(self, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
         """Rows `[n, D]` sorted by expert, `group_sizes [E]` -> `[n, D]`."""
-        hidden = jax.nn.silu(self.gate_proj(x, group_sizes)) * self.up_proj(x, group_sizes)
+        hidden = silu(self.gate_proj(x, group_sizes)) * self.up_proj(x, group_sizes)
         return self.down_proj(hidden, group_sizes)
 
 

@@ -36,6 +36,8 @@ from lora_tune.models.rope import (
     rope_problems,
 )
 
+Norm = functools.partial(PlainRMSNorm, exact=True)
+"""The norm of all but the delta rule's outputs."""
 LINEAR, FULL = "linear_attention", "full_attention"
 _GATE_EPS = 1e-5
 """Of the norm behind the delta rule, which no field says."""
@@ -247,7 +249,7 @@ class Attention(nnx.Module):
     def __init__(self, c: OlmoHybridConfig, *, dtype: DTypeLike):
         n, k, d = c.num_attention_heads, c.num_key_value_heads, c.hidden_size
         linear = functools.partial(Linear, dtype=dtype, bias=c.attention_bias)
-        norm = functools.partial(PlainRMSNorm, eps=c.rms_norm_eps, dtype=dtype)
+        norm = functools.partial(Norm, eps=c.rms_norm_eps, dtype=dtype)
         self.q_proj = linear(d, n * c.head_dim, axes=("embed", "heads"))
         self.k_proj = linear(d, k * c.head_dim, axes=("embed", "heads"))
         self.v_proj = linear(d, k * c.head_dim, axes=("embed", "heads"))
@@ -276,7 +278,7 @@ class Layer(nnx.Module):
     """
 
     def __init__(self, c: OlmoHybridConfig, kind: str, *, dtype: DTypeLike):
-        norm = functools.partial(PlainRMSNorm, c.hidden_size, eps=c.rms_norm_eps, dtype=dtype)
+        norm = functools.partial(Norm, c.hidden_size, eps=c.rms_norm_eps, dtype=dtype)
         self.kind = kind
         self.post_attention_layernorm = norm()
         if kind == LINEAR:
@@ -326,7 +328,7 @@ FAMILY = Family(
     read_config=read_config,
     make_layer=Layer,
     make_cache=make_cache,
-    make_norm=PlainRMSNorm,
+    make_norm=Norm,
     layer_rows=(
         *(Row(f"{name}.weight", f"{name}.weight") for name in _NORMS),
         *(Row(f"{name}.kernel", f"{name}.weight", "transpose") for name in _PROJECTIONS),
