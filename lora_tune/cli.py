@@ -27,6 +27,7 @@ usage:
   lora-tune generate run=DIR prompts=FILE.jsonl   answer every row; prints rows with an answer
   lora-tune chat run=DIR                          a conversation on the terminal; Ctrl-D ends it
   lora-tune export run=DIR to=OUT                 a run's checkpoint as an adapter or merged model
+  lora-tune convert-adapter from=DIR to=OUT layout=per-expert   or fused: PEFT's layouts of experts
   lora-tune prove run=DIR                         what PEFT and transformers make of a run
   lora-tune list recipes                          the shipped recipes
   lora-tune list models                           the model types that can be trained
@@ -62,6 +63,11 @@ export:
   run=DIR to=OUT      from the newest checkpoint of a run to a new folder; also model.path=PATH
   format=peft         an adapter for PEFT, or merged: the whole model
   push=USER/NAME      then to the hub, with the token of HF_TOKEN or `hf auth login`; private=true
+
+convert-adapter:
+  from=DIR to=OUT     an adapter for PEFT on routed experts, of any program, and a new folder
+  layout=per-expert   what vLLM expects, or fused: what PEFT saves (target_parameters)
+  model.path=PATH     the base, of which config.json alone is read; default: what the adapter names
 
 prove:
   run=DIR             a run folder with adapter/ or merged/; needs torch and peft
@@ -285,6 +291,13 @@ def _export(arguments: Sequence[str]) -> None:
     export(settings)
 
 
+def _convert(arguments: Sequence[str]) -> None:
+    settings = _settings(arguments)
+    from lora_tune.export.convert import convert
+
+    convert(settings)
+
+
 def _prove(arguments: Sequence[str]) -> int:
     settings = _settings(arguments)
     from lora_tune import compiled
@@ -345,6 +358,7 @@ _VERBS: Mapping[str, Callable[[Sequence[str]], int | None]] = {
     "generate": _generate,
     "chat": _chat,
     "export": _export,
+    "convert-adapter": _convert,
     "prove": _prove,
     "list": _list,
 }

@@ -57,6 +57,7 @@ def save_adapter(
     revision: str | None = None,
     allow_untrained: bool = False,
     notes: str = "",
+    fused: bool | None = None,
 ) -> dict[str, Any]:
     """Writes a PEFT adapter: weights, configuration and model card.
 
@@ -74,6 +75,7 @@ def save_adapter(
       revision: commit of the base on the hub.
       allow_untrained: write an adapter whose every B is zero.
       notes: Markdown on the training, for the model card.
+      fused: write routed experts in the fused layout; None where PEFT reads no other.
 
     Returns:
       The content of `adapter_config.json`.
@@ -86,9 +88,10 @@ def save_adapter(
     pairs = adapter_pairs(state, leaves, lora, model_type=model_type)
     _check_trained(pairs, allow_untrained)
     ranks = {module: (len(pair.a), pair.scale) for module, pair in pairs.items()}
-    written = Written(ranks, adaptable_modules(leaves), model_type)
+    fused = model_type in PARAMETER_TYPES if fused is None else fused
+    written = Written(ranks, adaptable_modules(leaves), model_type, fused)
     config = make_config(written, lora, base=base, revision=revision)
-    if model_type in PARAMETER_TYPES:
+    if fused:
         pairs = fuse_experts(pairs)
     with new_folder(FilePath(out_dir), kind="adapter") as folder:
         _write_weights(folder / WEIGHTS_FILE, pairs)

@@ -106,11 +106,15 @@ def cover(
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """An adapter as it lies in the file: module -> (rank, scale), experts of equal kind alike."""
+    """An adapter as it lies in the file: module -> (rank, scale), experts of equal kind alike.
+
+    With `fused` the routed experts lie in the fused layout.
+    """
 
     modules: Mapping[str, tuple[int, float]]
     universe: Sequence[str]
     model_type: str
+    fused: bool = False
 
 
 def make_config(
@@ -306,7 +310,7 @@ def _targets(written: Written) -> tuple[list[str], list[str]]:
     modules = cover(plain, written.universe, part=TEXT_PART.get(model_type))
     others = [name for name in written.universe if is_taken(name, model_type)]
     parameters = [f"{ending}.weight" for ending in cover(taken, others, least=2)]
-    if routed and model_type in PARAMETER_TYPES:
+    if routed and written.fused:
         parameters += _parameters(routed, written.universe)
     elif routed and _all_routed(written):
         modules += PROJECTIONS
