@@ -26,6 +26,9 @@ from lora_tune.layers.delta_matrices import COLUMNS, ROWS, Form, Masks, matrix_c
 _LANES, _SUBLANES = 128, 8
 _PACKED_ROWS = 16
 """Rows that a register holds of the narrowest type, bfloat16."""
+_LONGEST_CHUNK, _LARGEST_STATE = 64, 2**16
+"""Bounds on what lies in vector memory. Compiled for v5p and v6e, states of 98,304 numbers a key head
+fit in float32, one of 131,072 did not."""
 _HEADS_AXIS = "tensor"
 _BY_HEAD, _WHOLE = PartitionSpec(None, None, _HEADS_AXIS), PartitionSpec()
 _STATES = PartitionSpec(None, None, _HEADS_AXIS)
@@ -39,13 +42,16 @@ Rows = tuple[Array, Array, Array]
 def kernel_fits(form: Form, taps: int) -> bool:
     """Whether the kernels can stand in for the chunks of XLA on a TPU, in the mesh of this trace.
 
-    Heads must be whole registers wide. On a mesh, a kernel has to run with all axes manual: the
+    Heads must be whole registers wide, and what a step of the backward kernel holds fit the vector
+    memory. On a mesh, a kernel has to run with all axes manual: the
     trace must be so over all but the tensor axis, and that one divide the key heads.
     """
     heads = form.heads
     if heads.key_dim % _LANES or heads.value_dim % _LANES or form.chunk % _PACKED_ROWS:
         return False
-    if taps - 1 + len(COLUMNS) > _SUBLANES:
+    if form.chunk > _LONGEST_CHUNK or heads.key_dim * heads.outer > _LARGEST_STATE:
+        return False
+    if taps < 2 or taps - 1 + len(COLUMNS) > _SUBLANES:
         return False
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:

@@ -21,7 +21,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float, Int
 
 from lora_tune.layers.chunk_scan import pull_chunks, run_chunks
-from lora_tune.layers.conv import in_own_run, weighted_shifts
+from lora_tune.layers.conv import in_own_run, silu, weighted_shifts
 from lora_tune.layers.delta_chunks import Marks, Operands, delta_chunk
 from lora_tune.layers.delta_kernel import kernel_backward, kernel_fits, kernel_forward
 from lora_tune.layers.delta_matrices import Form, Heads
@@ -168,8 +168,9 @@ def _windows(form: Form, taps: int, packed: Array, real: Array) -> Float[Array, 
     index = starts[:, None] - np.arange(taps - 1, 0, -1)[None, :]
     seen = real[:, np.maximum(index, 0)] & jnp.asarray(index >= 0)[None]
     x = jnp.where(seen[..., None], packed[:, np.maximum(index, 0)], 0)
-    x = x.reshape(*x.shape[:3], form.heads.key_heads, -1)[..., : form.heads.inner]
-    return jnp.swapaxes(x.reshape(*x.shape[:3], -1), 0, 1)
+    keys, inner = form.heads.key_heads, form.heads.inner
+    x = x.reshape(*x.shape[:3], keys, inner + form.heads.outer)[..., :inner]
+    return jnp.swapaxes(x.reshape(*x.shape[:3], keys * inner), 0, 1)
 
 
 def _mix(
@@ -189,7 +190,7 @@ def _mix(
     x = jnp.concatenate([window, x.reshape(*lead, -1)], axis=1)
     kernel = jnp.swapaxes(kernel, 0, 1).reshape(kernel.shape[1], -1)
     mixed = weighted_shifts(x, kernel, own_run).astype(packed.dtype)
-    mixed = jax.nn.silu(mixed).reshape(*lead, heads.key_heads, -1)
+    mixed = silu(mixed).reshape(*lead, heads.key_heads, -1)
     q, k, v = jnp.split(mixed, [heads.key_dim, 2 * heads.key_dim], axis=-1)
     v = v.reshape(*values, -1)
     operands = Operands(q, k, v, g.reshape(values), beta.reshape(values))

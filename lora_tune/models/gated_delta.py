@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from lora_tune.cache import Entry, RecurrentCache
 from lora_tune.layers import sequence
-from lora_tune.layers.conv import causal_conv
+from lora_tune.layers.conv import causal_conv, silu
 from lora_tune.layers.delta_mixer import Heads, gated_delta_mixer
 from lora_tune.layers.delta_net import gated_delta_rule, recurrent_gated_delta_rule
 from lora_tune.layers.norms import gated_rms_normalise
@@ -181,7 +181,7 @@ def _onwards(
     mixed, window = causal_conv(
         jnp.concatenate([q, k, v], axis=-1), kernel, segment_ids=inputs.segment_ids, state=window
     )
-    q, k, v = jnp.split(jax.nn.silu(mixed), [sizes.keys, 2 * sizes.keys], axis=-1)
+    q, k, v = jnp.split(silu(mixed), [sizes.keys, 2 * sizes.keys], axis=-1)
     lead = packed.shape[:2]
     chunked = functools.partial(gated_delta_rule, chunk_size=sizes.chunk_size)
     y, state = (recurrent_gated_delta_rule if lead[1] == 1 else chunked)(

@@ -23,20 +23,20 @@ IDS = {
 }
 
 
-def make(dtype, ids, seed=0, decay=0.2):
+def make(dtype, ids, seed=0, decay=0.2, heads=HEADS, taps=TAPS):
     rng = np.random.default_rng(seed)
     batch, time = ids.shape
-    keys, values = HEADS.key_heads, HEADS.key_heads * HEADS.groups
-    shapes = [(batch, time, keys * (HEADS.inner + HEADS.outer)), *[(batch, time, values)] * 2]
+    keys, values = heads.key_heads, heads.key_heads * heads.groups
+    shapes = [(batch, time, keys * (heads.inner + heads.outer)), *[(batch, time, values)] * 2]
     packed = jnp.asarray(rng.normal(size=shapes[0]), dtype)
     g = jnp.asarray(-decay * rng.uniform(size=shapes[1]), jnp.float32)
     beta = jnp.asarray(rng.uniform(size=shapes[2]), dtype)
-    taps = jnp.asarray(rng.normal(size=(keys, TAPS, HEADS.inner)) / 2, dtype)
-    norm = jnp.asarray(1 + 0.1 * rng.normal(size=(HEADS.value_dim,)), dtype)
-    d_y = jnp.asarray(rng.normal(size=(batch, time, keys * HEADS.outer)), dtype)
+    kernel = jnp.asarray(rng.normal(size=(keys, taps, heads.inner)) / 2, dtype)
+    norm = jnp.asarray(1 + 0.1 * rng.normal(size=(heads.value_dim,)), dtype)
+    d_y = jnp.asarray(rng.normal(size=(batch, time, keys * heads.outer)), dtype)
     marks = make_marks(ids, batch, time, CHUNK)
     rows = tuple(fill_up(x, CHUNK) for x in (packed, g, beta))
-    return (taps, norm), rows, (marks, in_own_run(marks.run, TAPS)), fill_up(d_y, CHUNK)
+    return (kernel, norm), rows, (marks, in_own_run(marks.run, taps)), fill_up(d_y, CHUNK)
 
 
 @partial(jax.jit, static_argnames=("form", "kernel"))
@@ -67,6 +67,31 @@ def test_equals_the_loop(ids):
     for name, value in expected.items():
         bound = 1e-5 * max(1.0, float(jnp.abs(value).max()))
         assert jnp.abs(got[name] - value).max() <= bound, name
+
+
+def test_equals_the_loop_in_other_sizes():
+    heads = Heads(key_heads=1, groups=3, key_dim=256, value_dim=128)
+    form = form_of(jnp.float32)._replace(heads=heads)
+    given = make(jnp.float32, jnp.asarray(IDS["packed"]), heads=heads, taps=2)
+    got, expected = (both_ways(form, *given, kernel=kernel) for kernel in (True, False))
+    for name, value in expected.items():
+        bound = 1e-5 * max(1.0, float(jnp.abs(value).max()))
+        assert jnp.abs(got[name] - value).max() <= bound, name
+
+
+def test_what_fits(monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 1)  # without a mesh there is one device
+    form = Form(HEADS, 64, 1e-6, None, jnp.bfloat16)
+
+    def fits(taps=4, chunk=64, **sizes):
+        other = form._replace(chunk=chunk, heads=HEADS._replace(**sizes))
+        return delta_kernel.kernel_fits(other, taps)
+
+    assert all((fits(), fits(groups=4), fits(key_dim=256), fits(taps=2)))
+    assert not any((fits(groups=8), fits(key_dim=256, value_dim=256), fits(taps=1)))
+    assert not any((fits(key_dim=64), fits(value_dim=192), fits(chunk=24), fits(taps=6)))
+    monkeypatch.setattr(jax, "device_count", lambda: 8)
+    assert not fits()
 
 
 def test_bfloat16_loses_only_rounding():

@@ -12,6 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from lora_tune import sharding
 from lora_tune.layers.attention import attention
+from lora_tune.layers.delta_matrices import Heads
+from lora_tune.layers.delta_mixer import gated_delta_mixer
 from lora_tune.models.decoder import LayerInputs
 from lora_tune.models.qwen3_next import FAMILY, GatedDeltaNet
 from lora_tune.plan.environment import no_cache
@@ -82,6 +84,26 @@ def test_linear_attention_keeps_its_heads_apart(devices):
     assert {kind for shape, kind in moved if str(TIME) in shape} == {"all-reduce"}
     assert all("[4," in shape for shape, kind in moved if kind != "all-reduce")  # the convolution's
     # Two kernels: the forward pass does not run again.
+    assert hlo.count('custom_call_target="tpu_custom_call"') == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", [Heads(1, 4, 128, 128), Heads(1, 1, 256, 256)])
+def test_the_largest_heads_that_fit_a_kernel_compile(devices, heads):
+    """In float32, which takes most: an overflow of the vector memory would be an error here."""
+    mesh = sharding.make_mesh(data=4, devices=devices)
+
+    def local(packed, g, beta, kernel, norm, dy):
+        def mix(*rows):
+            return gated_delta_mixer(*rows, kernel=kernel, norm_weight=norm, heads=heads, eps=1e-6)
+
+        y, pull = jax.vjp(mix, packed, g, beta)
+        return y, pull(dy)
+
+    lead, outer = (2, 128), heads.outer
+    sizes = ((*lead, heads.inner + outer), *[(*lead, heads.groups)] * 2, (4, heads.inner))
+    arrays = shapes(mesh, jnp.float32, *sizes, (heads.value_dim,), (*lead, outer))
+    hlo = compile_on(mesh, local, *arrays).as_text()
     assert hlo.count('custom_call_target="tpu_custom_call"') == 2
 
 
