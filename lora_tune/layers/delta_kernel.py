@@ -27,8 +27,8 @@ _LANES, _SUBLANES = 128, 8
 _PACKED_ROWS = 16
 """Rows that a register holds of the narrowest type, bfloat16."""
 _LONGEST_CHUNK, _LARGEST_STATE = 64, 2**16
-"""Bounds on what lies in vector memory. Compiled for v5p and v6e, states of 98,304 numbers a key head
-fit in float32, one of 131,072 did not."""
+"""Bounds on what lies in vector memory. Compiled for v5p and v6e, states of 98,304 numbers a key
+head fit in float32, one of 131,072 did not."""
 _HEADS_AXIS = "tensor"
 _BY_HEAD, _WHOLE = PartitionSpec(None, None, _HEADS_AXIS), PartitionSpec()
 _STATES = PartitionSpec(None, None, _HEADS_AXIS)
