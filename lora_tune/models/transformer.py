@@ -126,9 +126,10 @@ class Layer(nnx.Module):
         h = h + self.post_attention_layernorm(mixed)
         fed = self.mlp(self.pre_feedforward_layernorm(h))
         h = h + self.post_feedforward_layernorm(fed)
-        return (
-            h * self.layer_scalar[...].astype(h.dtype)[None, None, :] if self.scaled else h
-        ), entry
+        if self.scaled:  # by a buffer, as transformers has it: training leaves it alone
+            scalar = jax.lax.stop_gradient(self.layer_scalar[...])
+            h = h * scalar.astype(h.dtype)[None, None, :]
+        return h, entry
 
 
 def make_cache(

@@ -65,7 +65,7 @@ class Dialect:
       older_rope: rope fields of transformers 4 are read: `rope_theta` and `rope_scaling`.
       value_norm: values are normalised, without a weight.
       exact_norms: norms are float32 throughout, see `PlainRMSNorm`.
-      scaled_layers: each layer's output is multiplied by a number of its own.
+      scaled_layers: each layer's output is multiplied by a number of its own, which is not trained.
       multimodal: the fields are those of `text_config`.
       prefix: how the names of tensors of the text model begin.
       renamed, passed_by: see `renamed` and `ignored` of `lora_tune.hf.table`.

@@ -18,9 +18,12 @@ from lora_tune.errors import InputError
 
 SCHEDULES = ("constant", "constant_with_warmup", "cosine", "linear")
 
-# The names that `transformers.Trainer.get_decay_parameter_names` spares, and `A_log`: it is the
-# logarithm of a decay rate, which a pull towards zero would only distort.
-_NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)|(?:^|\.)A_log$")
+# The names that `transformers.Trainer.get_decay_parameter_names` spares; `A_log`, which is the
+# logarithm of a decay rate, which a pull towards zero would only distort; and Gemma 4's
+# `layer_scalar`, which transformers holds as a buffer: with no gradient either, it stays as it is.
+_NO_DECAY = re.compile(
+    r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)|(?:^|\.)(?:A_log|layer_scalar)$"
+)
 
 Schedule = Callable[[Any], jax.Array]
 
@@ -127,8 +130,9 @@ def decay_mask(params: Any) -> Any:
 
 def _dotted(path: Any) -> str:
     keys = [jax.tree_util.keystr((key,), simple=True) for key in path]
-    # A state of Variables adds one level for the array inside each of them.
-    return ".".join(keys[:-1] if keys and keys[-1] == "value" else keys)
+    # A state of Variables adds one level for the array inside each of them; the weights of a split
+    # model are one flat dictionary, whose keys have strokes between the parts of a name.
+    return ".".join(keys[:-1] if keys and keys[-1] == "value" else keys).replace("/", ".")
 
 
 def _float32(tree: Any) -> Any:

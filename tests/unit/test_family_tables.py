@@ -10,6 +10,8 @@ import pytest
 from lora_tune.hf.table import bind
 from lora_tune.models import FAMILIES
 from lora_tune.models.decoder import Decoder, DecoderOptions
+from lora_tune.training.optim import decay_mask
+from lora_tune.training.state import split_model
 
 SIZES: dict[str, Any] = {
     "vocab_size": 40,
@@ -81,6 +83,14 @@ def test_every_name_is_there_once(model):
     names = [name for leaf in bind(model.family, model) for name in leaf.names.ravel()]
     assert len(names) == len(set(names))
     assert len(list(used_rows(model))) > 10
+
+
+def test_weight_decay_pulls_on_kernels_and_the_embedding_alone(model):
+    """By the names that weights have in training, where norms, biases and rates must be known."""
+    mask = decay_mask(split_model(model).trainable)
+    assert len(mask) > 10
+    for name, decays in mask.items():
+        assert decays == (name.rpartition("/")[2] in ("kernel", "embedding")), name
 
 
 def test_a_missing_row(model):

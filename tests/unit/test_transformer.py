@@ -3,11 +3,18 @@
 
 import re
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from lora_tune.errors import InputError
 from lora_tune.models import FAMILIES
+from lora_tune.models.decoder import Decoder, DecoderOptions
+from lora_tune.models.initial import initialise
 from lora_tune.models.transformer_config import FULL, SLIDING
+from lora_tune.training.optim import make_optimizer
+from lora_tune.training.state import split_model
+from lora_tune.training.step import make_step
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -132,6 +139,54 @@ def test_a_fault_is_named_once():
     with pytest.raises(InputError) as caught:
         read("gemma4_text", hidden_size_per_layer_input=0, per_layer_config={"3": {"head_dim": 4}})
     assert str(caught.value).count("per_layer_config") == 1
+
+
+def test_full_training_leaves_the_scalars_of_gemma4_alone():
+    """They are buffers in transformers: neither gradient nor weight decay moves them."""
+    family = FAMILIES["gemma4_text"]
+    config = family.read_config(
+        {
+            "vocab_size": 16,
+            "hidden_size": 8,
+            "intermediate_size": 8,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 4,
+            "global_head_dim": 4,
+            "hidden_size_per_layer_input": 0,
+        }
+    )
+    split = split_model(initialise(Decoder(family, config, DecoderOptions()), seed=0))
+    weights = {
+        name: jnp.full_like(array, 0.625) if name.endswith("layer_scalar") else array
+        for name, array in split.trainable.items()
+    }
+    optimizer, _ = make_optimizer(
+        learning_rate=0.1,
+        total_steps=2,
+        lr_scheduler_type="constant",
+        warmup_steps=0,
+        warmup_ratio=0.0,
+        weight_decay=0.1,
+        adam_beta1=0.9,
+        adam_beta2=0.99,
+        adam_epsilon=1e-8,
+        max_grad_norm=1.0,
+    )
+    tokens = jnp.arange(8, dtype=jnp.int32)[None, None, :]
+    batch = {
+        "tokens": tokens,
+        "targets": tokens[..., ::-1],
+        "positions": tokens,
+        "segment_ids": jnp.ones_like(tokens),
+        "weights": jnp.ones(tokens.shape, jnp.float32),
+    }
+    step = jax.jit(make_step(split, optimizer))
+    after, _, _ = step(weights, optimizer.init(weights), split.frozen, batch, jax.random.key(0))
+    kept = {name for name, array in weights.items() if (array == after[name]).all()}
+    assert kept == {name for name in weights if name.endswith("layer_scalar")}
+    assert len(kept) == 1
 
 
 def test_a_multimodal_gemma3_says_little():
