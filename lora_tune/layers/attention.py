@@ -71,7 +71,7 @@ def attention(
     if alone and splash_fits(q, k, v):
         return cast(Array, _by_platform(form, q, k, v, segment_ids))
     offset = jnp.asarray(length - time if query_offset is None else query_offset, jnp.int32)
-    return _reference(form, q, k, v, segment_ids, key_segment_ids, offset)
+    return _reference(form, q, k, v, segment_ids, key_segment_ids, offset, alone=alone)
 
 
 class _Form(NamedTuple):
@@ -121,13 +121,14 @@ def _splash(form: _Form) -> Any:
 
 
 def _plain(form: _Form) -> Any:
-    return lambda q, k, v, ids: _reference(form, q, k, v, ids, ids, jnp.int32(0))
+    return lambda q, k, v, ids: _reference(form, q, k, v, ids, ids, jnp.int32(0), alone=True)
 
 
-def _reference(form, q, k, v, segment_ids, key_segment_ids, offset) -> Array:
+def _reference(form, q, k, v, segment_ids, key_segment_ids, offset, *, alone: bool) -> Array:
     batch, time = segment_ids.shape
     index = jnp.broadcast_to(jnp.expand_dims(offset, -1), (batch, 1)) + jnp.arange(time)[None, :]
-    settings = Settings(form.scale, form.sliding_window, form.precision)
+    alone = alone and time == k.shape[1] and time <= form.block_size
+    settings = Settings(form.scale, form.sliding_window, form.precision, alone)
 
     def block(queries: tuple[Array, Array, Array]) -> Array:
         q, index, ids = queries

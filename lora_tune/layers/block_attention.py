@@ -6,9 +6,13 @@ query, and backward makes the probabilities again from them: less memory than th
 jax, and no second maximum, sum or division. Both carry the name `scan.MIXED`, so that a remat
 policy that keeps it runs forward once. Heads come first in every product, so that the
 `[T, S]` arrays are read and written in one order throughout.
+
+A CPU takes rows that attend to themselves by spans of queries, each with the keys that one of them
+may see: of four spans the products are five eighths of what they are over all keys.
 """
 
 import functools
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -34,11 +38,23 @@ class Masking(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """What does not change from call to call: scale of the logits, window, precision of float32."""
+    """What does not change from call to call.
+
+    Attributes:
+      scale: of the logits.
+      sliding_window: how many keys a query sees, None for all before it.
+      precision: of products of float32.
+      alone: whether the queries are the tokens of the keys, in order.
+    """
 
     scale: float
     sliding_window: int | None
     precision: Any
+    alone: bool = False
+
+
+_SPAN, _SPANS = 64, 4
+"""Queries of a span at least, and spans of a block at most."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -58,30 +74,90 @@ def block_attention(
 
 
 def _forward(q: Array, k: Array, v: Array, masking: Masking, settings: Settings) -> tuple:
-    logits = _logits(q, k, masking, settings)
-    most = jnp.max(logits, axis=-1, keepdims=True)
-    weights = jnp.exp(logits - most)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    out = _product(weights.astype(v.dtype), _keys_first(v), 3, 2, settings) / total
-    out = jnp.where(_is_real(masking), _heads_last(out, q), 0.0).astype(q.dtype)
-    out = checkpoint_name(out, MIXED)
-    normaliser = checkpoint_name(most + jnp.log(total), MIXED)
+    out, normaliser = _by_platform(_attend, settings, q, k, v, masking)
+    out, normaliser = checkpoint_name(out, MIXED), checkpoint_name(normaliser, MIXED)
     return out, (q, k, v, masking, out, normaliser)
 
 
 def _backward(settings: Settings, kept: tuple, g: Array) -> tuple:
-    q, k, v, masking, out, normaliser = kept
-    g = jnp.where(_is_real(masking), g, 0.0).astype(q.dtype)
-    weights = jnp.exp(_logits(q, k, masking, settings) - normaliser)
-    queries, keys, values = _heads_first(q, k), _keys_first(k), _keys_first(v)
-    g_heads = _heads_first(g, k)
-    share = jnp.sum(g.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True)
-    slope = _product(g_heads, values, 3, 3, settings) - _heads_first(share, k)
-    slope = (weights * slope * settings.scale).astype(q.dtype)
-    dq = _heads_last(_product(slope, keys, 3, 2, settings), q).astype(q.dtype)
-    dk = _keys_last(_product(slope, queries, 2, 2, settings)).astype(k.dtype)
-    dv = _keys_last(_product(weights.astype(v.dtype), g_heads, 2, 2, settings)).astype(v.dtype)
-    return dq, dk, dv, None
+    return *_by_platform(_slopes, settings, *kept, g), None
+
+
+def _by_platform(run: Callable, settings: Settings, q: Array, *rest: Any) -> Any:
+    """`run(spans, settings, q, …)` over as many spans of queries as the platform gains by."""
+    spans = max(1, min(_SPANS, q.shape[1] // _SPAN)) if settings.alone else 1
+    whole = functools.partial(run, 1, settings)
+    if spans == 1:
+        return whole(q, *rest)
+    cut = functools.partial(run, spans, settings)
+    return jax.lax.platform_dependent(q, *rest, cpu=cut, default=whole)
+
+
+def _cut(
+    spans: int, settings: Settings, k: Array, masking: Masking
+) -> Iterator[tuple[slice, slice, Masking]]:
+    """Each span's queries, the keys they may see, and the masking between the two."""
+    time, length = masking.index.shape[1], k.shape[1]
+    size = -(-time // spans)
+    for start in range(0, time, size):
+        stop = min(start + size, time)
+        first, last = (0, stop) if spans > 1 else (0, length)
+        if spans > 1 and settings.sliding_window is not None:
+            first = max(0, start - settings.sliding_window + 1)
+        queries, keys = slice(start, stop), slice(first, last)
+        ids, key_ids = masking.segment_ids[:, queries], masking.key_segment_ids[:, keys]
+        yield queries, keys, Masking(masking.index[:, queries] - first, ids, key_ids)
+
+
+def _attend(
+    spans: int, settings: Settings, q: Array, k: Array, v: Array, masking: Masking
+) -> tuple[Array, Array]:
+    """What attention puts out `[B, T, N, Hv]`, and log-sum-exps `[B, K, G, T]` in float32."""
+    outs, normalisers = [], []
+    for queries, keys, seen in _cut(spans, settings, k, masking):
+        span, value = q[:, queries], _keys_first(v[:, keys])
+        logits = _logits(span, k[:, keys], seen, settings)
+        most = jnp.max(logits, axis=-1, keepdims=True)
+        weights = jnp.exp(logits - most)
+        total = jnp.sum(weights, axis=-1, keepdims=True)
+        out = _product(weights.astype(v.dtype), value, 3, 2, settings) / total
+        outs.append(jnp.where(_is_real(seen), _heads_last(out, span), 0.0).astype(q.dtype))
+        normaliser = most + jnp.log(total)
+        normalisers.append(normaliser.reshape(*normaliser.shape[:2], -1, span.shape[1]))
+    return jnp.concatenate(outs, axis=1), jnp.concatenate(normalisers, axis=3)
+
+
+def _slopes(
+    spans: int,
+    settings: Settings,
+    q: Array,
+    k: Array,
+    v: Array,
+    masking: Masking,
+    out: Array,
+    normaliser: Array,
+    g: Array,
+) -> tuple[Array, Array, Array]:
+    """Gradients of q, k and v; those of k and v are summed over spans in float32."""
+    dqs, dk, dv = [], None, None
+    for queries, keys, seen in _cut(spans, settings, k, masking):
+        span, key, value = q[:, queries], k[:, keys], v[:, keys]
+        total = normaliser[..., queries].reshape(*normaliser.shape[:2], -1, 1)
+        given = jnp.where(_is_real(seen), g[:, queries], 0.0).astype(q.dtype)
+        share = jnp.sum(
+            given.astype(jnp.float32) * out[:, queries].astype(jnp.float32), axis=-1, keepdims=True
+        )
+        weights = jnp.exp(_logits(span, key, seen, settings) - total)
+        g_heads = _heads_first(given, k)
+        slope = _product(g_heads, _keys_first(value), 3, 3, settings) - _heads_first(share, k)
+        slope = (weights * slope * settings.scale).astype(q.dtype)
+        dq = _product(slope, _keys_first(key), 3, 2, settings)
+        dqs.append(_heads_last(dq, span).astype(q.dtype))
+        # This way around a CPU turns the narrow operand over, not the [T, S] one.
+        dk = _add(dk, _product(_heads_first(span, k), slope, 2, 2, settings), keys)
+        dv = _add(dv, _product(g_heads, weights.astype(v.dtype), 2, 2, settings), keys)
+    dk, dv = (_keys_last(x).astype(y.dtype) for x, y in ((dk, k), (dv, v)))
+    return jnp.concatenate(dqs, axis=1), dk, dv
 
 
 block_attention.defvjp(_forward, _backward)
@@ -136,5 +212,13 @@ def _keys_first(x: Array) -> Array:  # [B, S, K, H] -> [B, K, S, H]
     return x.transpose(0, 2, 1, 3)
 
 
-def _keys_last(x: Array) -> Array:
-    return x.transpose(0, 2, 1, 3)
+def _keys_last(x: Array) -> Array:  # [B, K, H, S] -> [B, S, K, H]
+    return x.transpose(0, 3, 1, 2)
+
+
+def _add(total: Array | None, part: Array, keys: slice) -> Array:
+    """`part` `[B, K, H, S]` of some keys, and what earlier keys have so far."""
+    if total is None:
+        return part
+    grown = jnp.pad(total, ((0, 0), (0, 0), (0, 0), (0, keys.stop - total.shape[3])))
+    return grown + jnp.pad(part, ((0, 0), (0, 0), (0, 0), (keys.start, 0)))

@@ -3,13 +3,19 @@
 
 Logits of all tokens against all of the vocabulary never exist. The forward pass keeps a running
 maximum and a running sum of exponentials (Milakov and Gimelshein, "Online normalizer calculation
-for softmax", arXiv 1805.02867). The backward pass computes each part's logits once more; with the
-logarithm of the whole sum known, their gradient is softmax less one-hot, so nothing is kept but
-one number a token. A sharded head is gathered a part at a time, and its gradient scattered so.
+for softmax", arXiv 1805.02867).
+
+The gradient of logits is softmax less one-hot. Where the head is frozen and whole on a device, the
+forward pass adds up at once what that makes of the tokens' own gradient, scaled anew whenever the
+maximum rises, as FlashAttention does with its output: two products a part, and `[n, D]` numbers
+kept. The logits of a head that is trained or sharded are computed once more in the backward pass,
+with the logarithm of the whole sum known; one number a token is kept. A sharded head is gathered a
+part at a time, and its gradient scattered so.
 
 Shapes: n tokens, D width, V vocabulary, C entries of a part.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -40,11 +46,13 @@ class _Parts(NamedTuple):
     def start(self, i: jax.Array) -> jax.Array:
         return jnp.minimum(i * self.width, self.share - self.width)
 
-    def entries(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Vocabulary indices `[C]` of a part, and which of them are new."""
+    def entries(self, i: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """Vocabulary indices `[C]` of a part, and which of them are new; None for all."""
         within = self.start(i) + jnp.arange(self.width, dtype=jnp.int32)
         first = jnp.arange(self.shards, dtype=jnp.int32) * self.share
         ids = (first[:, None] + within[None, :]).reshape(-1)
+        if self.count * self.width == self.share:
+            return ids, None
         return ids, jnp.tile(within >= i * self.width, self.shards)
 
     def take(self, weight: jax.Array, axes: Axes, i: jax.Array) -> jax.Array:
@@ -125,107 +133,242 @@ def cross_entropy(
         jax.eval_shape(lambda w, a=a, o=o: sharding.gather(parts.take(w, a, first), o), weight)
         for weight, a, o in zip(weights, axes, over, strict=True)
     ]
-    # Adapters act by interception, which is over when the backward pass is traced: what is traced
-    # now holds them.
-    program = jax.extend.core.jaxpr_as_fun(jax.make_jaxpr(logits)(shown, constants, h))
+
+    def trace(*arguments: Any) -> Callable:
+        # Adapters act by interception, which is over when the backward pass is traced: what is
+        # traced now holds them.
+        return jax.extend.core.jaxpr_as_fun(jax.make_jaxpr(logits)(*arguments))
+
+    program = trace(shown, constants, h)
+    whole = parts.shards == 1 and not any(dim for o in over for dim in o)
+    single = trace(_one_entry(weights, axes), constants, h[:1]) if whole else None
     if rngs is not None:
         head.set_attributes(qwix_rngs=rngs)
 
     def part_logits(i: jax.Array, pieces: Sequence, constants: Sequence, h: jax.Array) -> jax.Array:
-        whole = [sharding.gather(piece, o) for piece, o in zip(pieces, over, strict=True)]
-        return program(*whole, *constants, h)[0]
+        gathered = [sharding.gather(piece, o) for piece, o in zip(pieces, over, strict=True)]
+        return program(*gathered, *constants, h)[0]
 
-    return _scored(part_logits, parts, axes)(weights, constants, h, targets)
+    return _scored(_Head(part_logits, single, parts, axes))(weights, constants, h, targets)
 
 
-def _scored(part_logits: Callable, parts: _Parts, axes: Sequence[Axes]) -> Callable:
-    """Makes the differentiable `(weights, constants, h, targets) -> (nll, correct)`."""
+class _Head(NamedTuple):
+    """The head as the passes see it.
 
-    def pieces_of(weights: Sequence[jax.Array | None], i: jax.Array) -> list[jax.Array | None]:
+    Attributes:
+      part_logits: `(i, pieces, constants, h) -> [n, C]`.
+      single: the same of a head with one entry, without `i`; None for a sharded head.
+      parts: how the vocabulary is cut.
+      axes: of each weight.
+    """
+
+    part_logits: Callable
+    single: Callable | None
+    parts: _Parts
+    axes: Sequence[Axes]
+
+    def pieces(self, weights: Sequence[jax.Array | None], i: jax.Array) -> list[jax.Array | None]:
+        """Part `i` of each weight; None of None."""
         return [
-            None if weight is None else parts.take(weight, a, i)
-            for weight, a in zip(weights, axes, strict=True)
+            None if weight is None else self.parts.take(weight, a, i)
+            for weight, a in zip(weights, self.axes, strict=True)
         ]
+
+
+def _scored(head: _Head) -> Callable:
+    """Makes the differentiable `(weights, constants, h, targets) -> (nll, correct)`."""
 
     @jax.custom_vjp
     def score(weights: Any, constants: Any, h: Any, targets: Any) -> tuple[jax.Array, jax.Array]:
-        nll, correct, _ = forward_pass(weights, constants, h, targets)
-        return nll, correct
-
-    def forward_pass(weights: Any, constants: Any, h: Any, targets: Any) -> tuple:
-        def one(running: _Running, i: jax.Array) -> tuple[_Running, None]:
-            logits = part_logits(i, pieces_of(weights, i), constants, h)
-            return _absorb(running, logits, *parts.entries(i), targets), None
-
-        running, _ = jax.lax.scan(one, _nothing(targets), jnp.arange(parts.count))
-        total = running.most + jnp.log(running.sum)
-        return total - running.picked, running.best == targets, total
+        return _run(head, weights, constants, h, targets).outcome(targets)
 
     def forward(weights: Any, *rest: Any) -> tuple:
         trained = [weight.value if weight.perturbed else None for weight in weights]
         frozen = [None if weight.perturbed else weight.value for weight in weights]
-        rest = jax.tree.map(lambda primal: primal.value, rest)
-        nll, correct, total = forward_pass([weight.value for weight in weights], *rest)
-        return (nll, correct), (trained, frozen, *rest, total)
+        constants, h, targets = jax.tree.map(lambda primal: primal.value, rest)
+        values, slopes = [weight.value for weight in weights], None
+        if head.single is None or jax.tree.leaves(trained):
+            running = _run(head, values, constants, h, targets)
+        else:
+            running, slopes = _run_with_slopes(head, values, constants, h, targets)
+        kept = (trained, frozen, constants, h, targets, running.total(), slopes)
+        return running.outcome(targets), kept
 
     def backward(kept: tuple, cotangents: tuple) -> tuple:
-        trained, frozen, constants, h, targets, total = kept
+        trained, frozen, constants, h, targets, total, slopes = kept
         dnll, _ = cotangents
-
-        def one(carry: tuple, i: jax.Array) -> tuple[tuple, None]:
-            dtrained, dh = carry
-
-            def logits_of(pieces: Sequence[jax.Array | None], h: jax.Array) -> jax.Array:
-                pieces = [b if a is None else a for a, b in zip(pieces, fixed, strict=True)]
-                return part_logits(i, pieces, constants, h)
-
-            fixed = pieces_of(frozen, i)
-            logits, pull = jax.vjp(logits_of, pieces_of(trained, i), h)
-            ids, new = parts.entries(i)
-            likely = jnp.where(new[None, :], jnp.exp(logits - total[:, None]), 0)
-            hit = (ids[None, :] == targets[:, None]) & new[None, :]
-            dpieces, more = pull(jnp.where(hit, likely - 1, likely) * dnll[:, None])
-            dtrained = [
-                None if total is None else parts.add(total, piece, a, i)
-                for total, piece, a in zip(dtrained, dpieces, axes, strict=True)
-            ]
-            return (dtrained, dh + more.astype(jnp.float32)), None
-
-        start = (jax.tree.map(jnp.zeros_like, trained), jnp.zeros(h.shape, jnp.float32))
-        (dtrained, dh), _ = jax.lax.scan(one, start, jnp.arange(parts.count))
+        if slopes is None:
+            again = (trained, frozen, constants, h, targets)
+            dtrained, dh = _run_backward(head, *again, total, dnll)
+        else:
+            dtrained, dh = trained, slopes * dnll[:, None]
         return dtrained, None, dh.astype(h.dtype), None
 
     score.defvjp(forward, backward, symbolic_zeros=True)
     return score
 
 
+def _run(head: _Head, weights: Any, constants: Any, h: jax.Array, targets: jax.Array) -> "_Running":
+    """Goes over all parts."""
+
+    def one(running: _Running, i: jax.Array) -> tuple[_Running, None]:
+        logits = head.part_logits(i, head.pieces(weights, i), constants, h)
+        return _absorb(running, logits, *head.parts.entries(i), targets)[0], None
+
+    return jax.lax.scan(one, _nothing(targets), jnp.arange(head.parts.count))[0]
+
+
+def _run_with_slopes(
+    head: _Head, weights: Any, constants: Any, h: jax.Array, targets: jax.Array
+) -> "tuple[_Running, jax.Array]":
+    """Goes over all parts and finds the gradients of the likelihoods by `h`, float32 `[n, D]`."""
+
+    def one(carry: tuple, i: jax.Array) -> tuple[tuple, None]:
+        before, slopes = carry
+        pieces = head.pieces(weights, i)
+        logits, pull = jax.vjp(lambda h: head.part_logits(i, pieces, constants, h), h)
+        running, others = _absorb(before, logits, *head.parts.entries(i), targets)
+        (more,) = pull(others)
+        kept = jnp.exp(before.most - running.most)[:, None]
+        return (running, slopes * kept + more.astype(jnp.float32)), None
+
+    start = (_nothing(targets), jnp.zeros(h.shape, jnp.float32))
+    (running, slopes), _ = jax.lax.scan(one, start, jnp.arange(head.parts.count))
+    # The target's share stands apart: the slope of its logit times its probability less one, which
+    # would lose its digits where that probability is close to one.
+    own = _target_slopes(head, weights, constants, h, targets).astype(jnp.float32)
+    return running, (slopes - running.others[:, None] * own) / running.sum()[:, None]
+
+
+def _one_entry(weights: Sequence[jax.Array], axes: Sequence[Axes]) -> list[jax.ShapeDtypeStruct]:
+    """Shapes of the weights of a head with one entry."""
+    return [
+        jax.ShapeDtypeStruct(
+            [1 if axis == VOCAB else size for axis, size in zip(a, weight.shape, strict=True)],
+            weight.dtype,
+        )
+        for weight, a in zip(weights, axes, strict=True)
+    ]
+
+
+def _target_slopes(
+    head: _Head, weights: Any, constants: Any, h: jax.Array, targets: jax.Array
+) -> jax.Array:
+    """Gradients `[n, D]` of each target's logit by `h`, from a head of that entry alone."""
+    single, dims = head.single, [a.index(VOCAB) if VOCAB in a else None for a in head.axes]
+    assert single is not None
+    own = [
+        weight if dim is None else jnp.take(weight, targets, axis=dim, mode="clip")
+        for weight, dim in zip(weights, dims, strict=True)
+    ]
+
+    def logit(own: Sequence[jax.Array], h: jax.Array) -> jax.Array:
+        entry = [
+            weight if dim is None else jnp.expand_dims(weight, dim)
+            for weight, dim in zip(own, dims, strict=True)
+        ]
+        return single(*entry, *constants, h[None, :])[0][0, 0]
+
+    return jax.vmap(jax.grad(logit, argnums=1), in_axes=(dims, 0))(own, h)
+
+
+def _run_backward(
+    head: _Head,
+    trained: Any,
+    frozen: Any,
+    constants: Any,
+    h: jax.Array,
+    targets: jax.Array,
+    total: jax.Array,
+    dnll: jax.Array,
+) -> tuple[Any, jax.Array]:
+    """Goes over all parts once more: gradients of the trained weights, and of `h` in float32."""
+
+    def one(carry: tuple, i: jax.Array) -> tuple[tuple, None]:
+        dtrained, dh = carry
+
+        def logits_of(pieces: Sequence[jax.Array | None], h: jax.Array) -> jax.Array:
+            pieces = [b if a is None else a for a, b in zip(pieces, fixed, strict=True)]
+            return head.part_logits(i, pieces, constants, h)
+
+        fixed = head.pieces(frozen, i)
+        logits, pull = jax.vjp(logits_of, head.pieces(trained, i), h)
+        ids, new = head.parts.entries(i)
+        likely = _only(new, jnp.exp(logits - total[:, None]), 0)
+        hit = _only(new, ids[None, :] == targets[:, None], False)
+        dpieces, more = pull(jnp.where(hit, likely - 1, likely) * dnll[:, None])
+        dtrained = [
+            None if total is None else head.parts.add(total, piece, a, i)
+            for total, piece, a in zip(dtrained, dpieces, head.axes, strict=True)
+        ]
+        return (dtrained, dh + more.astype(jnp.float32)), None
+
+    start = (jax.tree.map(jnp.zeros_like, trained), jnp.zeros(h.shape, jnp.float32))
+    return jax.lax.scan(one, start, jnp.arange(head.parts.count))[0]
+
+
 class _Running(NamedTuple):
     """What is known of each token `[n]` after some parts of the vocabulary."""
 
     most: jax.Array  # the largest logit
-    sum: jax.Array  # of exponentials, relative to it
-    picked: jax.Array  # the target's logit
+    others: jax.Array  # sum of exponentials relative to it, without the target's
+    picked: jax.Array  # the target's logit, -inf before it is met
     best: jax.Array  # the entry with the largest logit
+
+    def sum(self) -> jax.Array:
+        """Sum of the exponentials of all logits, relative to the largest."""
+        return self.others + jnp.exp(self.picked - self.most)
+
+    def total(self) -> jax.Array:
+        """Logarithm of the sum of exponentials."""
+        return self.most + jnp.log(self.sum())
+
+    def outcome(self, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Negative log-likelihoods, and whether the target is the most likely token."""
+        return self.total() - self.picked, self.best == targets
 
 
 def _nothing(targets: jax.Array) -> _Running:
     zero = jnp.zeros(targets.shape, jnp.float32)
-    return _Running(zero - jnp.inf, zero, zero, jnp.full(targets.shape, -1, jnp.int32))
+    low = zero + jnp.finfo(jnp.float32).min
+    return _Running(low, zero, zero - jnp.inf, jnp.full(targets.shape, -1, jnp.int32))
 
 
 def _absorb(
-    running: _Running, logits: jax.Array, ids: jax.Array, new: jax.Array, targets: jax.Array
-) -> _Running:
-    logits = jnp.where(new[None, :], logits, -jnp.inf)
-    most = jnp.max(logits, axis=1)
-    best = ids[jnp.argmax(logits, axis=1)]
+    running: _Running, logits: jax.Array, ids: jax.Array, new: jax.Array | None, targets: jax.Array
+) -> tuple[_Running, jax.Array]:
+    """Adds a part's logits; also returns their exponentials `[n, C]`, 0 for the target's."""
+    logits = _only(new, logits, -jnp.inf)
+    most, place = jax.lax.platform_dependent(logits, cpu=_largest_by_blocks, default=_largest)
+    best = ids[place]
     better = (most > running.most) | ((most == running.most) & (best < running.best))
     largest = jnp.maximum(most, running.most)
-    added = jnp.sum(jnp.exp(logits - largest[:, None]), axis=1)
-    hit = (ids[None, :] == targets[:, None]) & new[None, :]
-    return _Running(
+    hit = _only(new, ids[None, :] == targets[:, None], False)
+    others = jnp.where(hit, 0, jnp.exp(logits - largest[:, None]))
+    after = _Running(
         largest,
-        running.sum * jnp.exp(running.most - largest) + added,
-        running.picked + jnp.sum(jnp.where(hit, logits, 0), axis=1),
+        running.others * jnp.exp(running.most - largest) + jnp.sum(others, axis=1),
+        jnp.maximum(running.picked, jnp.max(jnp.where(hit, logits, -jnp.inf), axis=1)),
         jnp.where(better, best, running.best),
     )
+    return after, others
+
+
+def _only(new: jax.Array | None, x: jax.Array, otherwise: float) -> jax.Array:
+    """`[n, C]` with what is not new replaced."""
+    return x if new is None else jnp.where(new[None, :], x, otherwise)
+
+
+def _largest(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The largest of each row of `[n, C]`, and the first place that has it, int32."""
+    return jnp.max(logits, axis=1), jnp.argmax(logits, axis=1).astype(jnp.int32)
+
+
+def _largest_by_blocks(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The same for a CPU, which looks for a maximum 30 times as fast as for its place."""
+    rows, size = logits.shape
+    width = math.gcd(size, 128)
+    blocks = logits.reshape(rows, size // width, width)
+    most, block = _largest(jnp.max(blocks, axis=2))
+    within = jnp.argmax(jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0], axis=1)
+    return most, block * width + within.astype(jnp.int32)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lora_tune.layers import block_attention
 from lora_tune.layers.attention import attention
 
 IDS = np.array(
@@ -52,6 +53,20 @@ def test_equals_plain_softmax(block_size, window, kv_heads):
     seen = (ago >= 0) & (ago < (window or 37)) & (IDS[:, :, None] == IDS[:, None, :])
     seen &= IDS[:, :, None] != 0
     np.testing.assert_allclose(got, reference(*arrays, seen, 0.3), atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 4, 15])
+def test_spans_leave_out_keys_that_no_query_sees(window, monkeypatch):
+    monkeypatch.setattr(block_attention, "_SPAN", 8)
+    rng = np.random.default_rng(1)
+    arrays, weights = make(rng), jnp.asarray(rng.normal(size=(2, 37, 4, 8)), jnp.float32)
+    spans = partial(attention, scale=0.3, sliding_window=window, segment_ids=jnp.asarray(IDS))
+    whole = partial(spans, query_offset=0)  # the same queries, not known to be the keys' tokens
+    shapes = [str(jax.make_jaxpr(lambda *x, f=f: f(*x))(*arrays)) for f in (spans, whole)]
+    assert ["f32[2,2,20,10]" in shape for shape in shapes] == [True, False]  # 10 queries, 10 keys
+    np.testing.assert_allclose(jax.jit(spans)(*arrays), jax.jit(whole)(*arrays), atol=1e-6)
+    for got, want in zip(*(gradients(f, arrays, weights) for f in (spans, whole)), strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-6)
 
 
 @pytest.mark.parity

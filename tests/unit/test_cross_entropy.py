@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from lora_tune import sharding
+from lora_tune.layers import cross_entropy as cross_entropy_module
 from lora_tune.layers.cross_entropy import cross_entropy
 from lora_tune.layers.linear import Embed, Linear
 
@@ -79,6 +80,45 @@ def test_a_vocabulary_of_prime_size(vocab):
     expected, actual = both("untied", 16, vocab=vocab)
     for wanted, got in zip(expected, actual, strict=True):
         np.testing.assert_allclose(got, wanted, atol=2e-6, rtol=2e-6)
+
+
+def capped(head, h):
+    return 3.0 * jnp.tanh(project(head, h) / 3.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "chunk", "score"),
+    [("tied", 16, project), ("untied", 20, project), ("tied", 47, capped)],
+)
+def test_a_frozen_head_has_its_gradient_from_the_forward_pass(kind, chunk, score):
+    head = head_of(kind)
+    h, targets = inputs()
+
+    def whole(h):
+        scores = jax.nn.log_softmax(score(head, h))
+        return jnp.sum(-jnp.take_along_axis(scores, targets[:, None], axis=1)[:, 0] * WEIGHTS)
+
+    def parts(h):
+        nll, _ = cross_entropy(head, score, h, targets, vocab_size=VOCAB, chunk_size=chunk)
+        return jnp.sum(nll * WEIGHTS)
+
+    gradient = jax.jit(jax.grad(parts))
+    np.testing.assert_allclose(gradient(h), jax.grad(whole)(h), atol=2e-6, rtol=2e-6)
+    products = [line for line in str(jax.make_jaxpr(gradient)(h)).split("\n") if "dot_gen" in line]
+    assert len([p for p in products if f",{chunk}]" in p]) == 1  # logits, once
+    # Rows are likely to have a token with all the probability: its slope less one is all there is.
+    sure = gradient(h * 6)
+    exact = jax.grad(whole)(h * 6)
+    np.testing.assert_allclose(sure, exact, atol=2e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("size", [384, 640, 47])
+def test_the_first_of_the_largest_is_found_by_blocks(size):
+    logits = np.random.default_rng(0).integers(0, 3, (40, size)).astype(np.float32)
+    logits[0], logits[1] = 0.0, -np.inf
+    most, place = jax.jit(cross_entropy_module._largest_by_blocks)(logits)
+    np.testing.assert_array_equal(most, logits.max(axis=1))
+    np.testing.assert_array_equal(place, logits.argmax(axis=1))
 
 
 def test_bfloat16_logits_are_summed_in_float32():
