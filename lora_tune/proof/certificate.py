@@ -95,7 +95,7 @@ def _loads(found: Mapping[str, Any]) -> Iterator[str]:
         yield from ("", "## What loads the adapter", "")
         for program, entry in found["loads"].items():
             reason = f": {'; '.join(entry['reasons'])}" if entry["reasons"] else ""
-            yes = "yes" if entry["by"] == "loaded" else "yes by its rules; not run here"
+            yes = "yes" if entry["by"] == "loaded" else "nothing known against it; not run here"
             yield f"- {_PROGRAMS[program]}: {yes if entry['loads'] else 'no'}{reason}"
     if found["vllm_serve"]:
         yield from ("", "```sh", found["vllm_serve"], "```")

@@ -13,6 +13,7 @@ from flax import nnx
 
 from lora_tune import build, trained, words
 from lora_tune.errors import InputError
+from lora_tune.hf.adapters import flat_arrays
 from lora_tune.hf.files import nbytes, read_json
 from lora_tune.hf.hub import Source
 from lora_tune.hf.peft_config import CONFIG_FILE
@@ -22,6 +23,7 @@ from lora_tune.models.fields import max_positions
 from lora_tune.proof import adapter as adapters
 from lora_tune.proof import certificate, merged, reference, serving
 from lora_tune.trained import Trained
+from lora_tune.training.state import unflatten
 
 _BASE = {"model.path": str, "model.revision": str}
 _KEYS = {"prove": {"run": str, "limit_gb": float, "tolerance": float, **_BASE}}
@@ -89,6 +91,10 @@ class _Proof:
         if self.adapter:
             config = read_json(self.adapter / CONFIG_FILE)
             pairs = self._compare_files(self.adapter)
+        elif self.merged and run.step is not None:
+            weights = flat_arrays(unflatten(run.weights))
+            family = run.model.family
+            self.problems += merged.compare_trained(self.merged, family, run.leaves, weights)
         rows = _rows(run)
         adapter = merge = None
         if not self.problems:
@@ -148,8 +154,12 @@ class _Proof:
 
     def _by_peft(
         self, folder: Path, rows: _Rows, ours: np.ndarray, pairs: adapters.Pairs
-    ) -> dict[str, Any]:
-        loaded = reference.load_adapter(self.run.source.folder, folder, rows.tokens, pairs)
+    ) -> dict[str, Any] | None:
+        try:
+            loaded = reference.load_adapter(self.run.source.folder, folder, rows.tokens, pairs)
+        except InputError as error:
+            self.problems.append(str(error))
+            return None
         self.problems += loaded.problems
         error = rows.largest(loaded.logits - ours)
         self._check_logits("PEFT, with adapter/,", error, rows.largest(ours))

@@ -3,14 +3,17 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from lora_tune.hf.files import DTYPES, Tensor
 from lora_tune.hf.fused import Pair
 from lora_tune.hf.load import open_base
+from lora_tune.hf.table import Leaf, hf_state
+from lora_tune.hf.table import Path as LeafPath
 from lora_tune.models.decoder import Family
 
 
@@ -73,6 +76,35 @@ def compare(
         found.problems += [f"{n}: is in {other.folder.name}/, and not in the base" for n in extra]
     found.update_lost = (lost / whole) ** 0.5 if whole else 0.0
     return found
+
+
+def compare_trained(
+    merged: Path, family: Family, leaves: Sequence[Leaf], weights: Mapping[LeafPath, Any]
+) -> list[str]:
+    """Compares a fully trained model's folder with the weights that were trained.
+
+    Args:
+      merged: the folder.
+      family: its table.
+      leaves: the bound table.
+      weights: the parameters, by path.
+
+    Returns:
+      One sentence for each tensor that is not the trained one, rounded to its type.
+
+    Raises:
+      InputError: the folder cannot be read.
+    """
+    tensors, problems = open_base(merged, family).tensors, []
+    for leaf in leaves:
+        for name, trained in hf_state(leaf, weights[leaf.path]):
+            if name not in tensors:
+                problems.append(f"{name}: was trained, and is not in {merged.name}/")
+                continue
+            stored = tensors[name].array()
+            if not np.array_equal(stored, trained.astype(stored.dtype)):
+                problems.append(f"{name}: differs from the checkpoint")
+    return problems
 
 
 def _count(tensor: Tensor, new: Tensor, found: Changes, *, expected: bool) -> None:

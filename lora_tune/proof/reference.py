@@ -96,6 +96,9 @@ def load_adapter(
       adapter: the adapter's folder.
       tokens: int `[rows, T]`.
       pairs: the updates that are expected, by module.
+
+    Raises:
+      InputError: PEFT does not load it at all.
     """
     from peft import PeftModel
 
@@ -104,7 +107,11 @@ def load_adapter(
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with warnings.catch_warnings(record=True) as caught, _quiet():
         warnings.simplefilter("always")
-        wrapped = PeftModel.from_pretrained(model, str(adapter)).eval()
+        try:
+            wrapped = PeftModel.from_pretrained(model, str(adapter)).eval()
+        except (KeyError, RuntimeError, TypeError, ValueError) as error:
+            reason = " ".join(str(error).split())[:400]
+            raise InputError(f"PEFT refuses {adapter.name}/: {reason}") from error
     problems += _complaints(caught)
     logits = logits_of(wrapped, tokens)
     with _quiet():

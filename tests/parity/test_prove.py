@@ -160,6 +160,8 @@ def test_peft_itself_is_asked(run, tmp_path, capsys):
     path.write_text(json.dumps(config))
     error = prove(copy, capsys)
     assert "k_proj" in error
+    path.write_text(json.dumps(config | {"target_modules": ["nothing"], "target_parameters": None}))
+    assert "PEFT refuses adapter/: " in prove(copy, capsys)
 
 
 def test_a_merged_tensor_that_is_not_the_sum_fails_by_name(run, tmp_path, capsys):
@@ -173,6 +175,33 @@ def test_a_merged_tensor_that_is_not_the_sum_fails_by_name(run, tmp_path, capsys
     problems = json.loads((copy / "certificate.json").read_text())["problems"]
     named = {problem.split(":")[0] for problem in problems}
     assert {"model.layers.1.self_attn.q_proj.weight", "model.norm.weight"} <= named
+
+
+def test_a_fully_trained_model(tmp_path, capsys):
+    base = write_checkpoint(tmp_path / "base", model_type="llama", num_hidden_layers=1)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "w6 w7 ", "completion": "w8 w9"}\n' * 8)
+    recipe = {
+        "output_dir": str(tmp_path / "run"),
+        "model": {"path": str(base), "dtype": "float32", "remat": "none"},
+        "lora": None,
+        "data": {"path": str(tmp_path / "rows.jsonl"), "max_length": 16},
+        "train": {"max_steps": 1, "batch_size": 2},
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    lora_tune.train(str(tmp_path / "recipe.yaml"))
+    capsys.readouterr()
+    run = tmp_path / "run"
+    prove(run, capsys, status=0)
+    found = json.loads((run / "certificate.json").read_text())
+    assert found["adapter"] is None
+    assert found["merge"]["changed"] > 0
+    assert found["vllm_serve"] == f"vllm serve {run / 'merged'}"
+    path = run / "merged" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"][0] += 0.5
+    save_file(tensors, path, {"format": "pt"})
+    assert cli.main(["prove", f"run={run}"]) == 1
+    assert "model.norm.weight: differs from the checkpoint" in capsys.readouterr().err
 
 
 def test_a_large_base_is_refused(run, capsys):
