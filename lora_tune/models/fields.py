@@ -4,12 +4,15 @@
 Each yields one sentence per problem, so that a family can report all of them in one error.
 """
 
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 MOST: Mapping[str, int] = {"num_hidden_layers": 500, "num_experts": 4096}
 """Far above any model there is; planning for what a slip of the pen asks for would take hours."""
+_MOST = 2**31 - 1
+"""Of every other size."""
 _LEAST: Mapping[str, int] = {
     "hidden_size_per_layer_input": 0,
     "linear_conv_kernel_dim": 2,
@@ -54,8 +57,8 @@ def value_problems(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> It
             yield f"{name} is {value}, expected at least {least}"
         elif type(default) is float:
             yield from positive(values, (name,))
-        elif value > MOST.get(name, value):
-            yield f"{name} is {value}, expected at most {MOST[name]}"
+        elif value > (most := MOST.get(name, _MOST)):
+            yield f"{name} is {value}, expected at most {most}"
 
 
 def unsupported(hf: Mapping[str, Any], only: Mapping[str, Sequence[Any]]) -> Iterator[str]:
@@ -68,10 +71,15 @@ def unsupported(hf: Mapping[str, Any], only: Mapping[str, Sequence[Any]]) -> Ite
 def positive(
     values: Mapping[str, Any], names: Sequence[str], place: Callable[[str], str] = str
 ) -> Iterator[str]:
-    """What is wrong with fields that must be finite numbers above 0; `place` says where one is."""
+    """What is wrong with fields that must be numbers above 0; `place` says where one is.
+
+    Both 0 and infinity are those of float32, in which they are used.
+    """
+    limits = np.finfo(np.float32)
+    least, most = float(limits.tiny), float(limits.max)
     for name in names:
         value = values[name]
-        if not has_type_of(value, 1.0) or not 0 < value <= sys.float_info.max:
+        if not has_type_of(value, 1.0) or not least <= value <= most:
             yield f"{place(name)} is {value!r}, expected a finite number above 0"
 
 

@@ -152,7 +152,7 @@ def _following(hf: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, in
 
     heads, width = values["num_attention_heads"], values["hidden_size"]
     keys = given("linear_num_key_heads", heads)
-    key_dim = given("linear_key_head_dim", int(0.75 * width / keys))
+    key_dim = given("linear_key_head_dim", int(0.75 * width) // keys)
     return {
         "num_key_value_heads": heads,
         "head_dim": width // heads,
