@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 import os
+import resource
 import signal
 import subprocess
 import sys
-import time
 import types
 
 import pytest
@@ -29,6 +29,12 @@ def api(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     return module
 
 
+def _seconds_of_children() -> float:
+    """Time on processors, which does not depend on what else the machine does."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 @pytest.mark.smoke
 @pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["train", "--help"], ["--version"]])
 def test_help_answers_in_a_second_without_jax(arguments: list[str]) -> None:
@@ -39,9 +45,9 @@ def test_help_answers_in_a_second_without_jax(arguments: list[str]) -> None:
         "heavy = {'jax', 'flax', 'numpy', 'omegaconf', 'transformers'} & set(sys.modules)\n"
         "sys.exit(f'{status} {heavy}' if status or heavy else 0)\n"
     )
-    start = time.perf_counter()
+    before = _seconds_of_children()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    seconds = time.perf_counter() - start
+    seconds = _seconds_of_children() - before
 
     assert done.returncode == 0, done.stderr
     assert lora_tune.__version__ in done.stdout or "recipe=NAME" in done.stdout
