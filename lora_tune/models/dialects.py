@@ -94,29 +94,21 @@ QWEN3_MOE = Dialect(
     qk_norm=True,
     windows="switched",
 )
-GEMMA3 = Dialect(
-    model_type="gemma3_text",
+_GEMMA = Dialect(
+    model_type="",  # what Gemma 3 and 4 have in common
     defaults={
-        "vocab_size": 262208,
         "hidden_size": 2304,
         "intermediate_size": 9216,
-        "num_hidden_layers": 26,
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
         "head_dim": 256,
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": True,
         "max_position_embeddings": 131072,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-        "sliding_window_pattern": 6,
     },
     only={
         "hidden_activation": ("gelu_pytorch_tanh",),
         "attention_dropout": (0, 0.0, None),
-        "final_logit_softcapping": (None,),
-        "attn_logit_softcapping": (None,),
-        "use_bidirectional_attention": (False, None),
         "quantization_config": (None,),
     },
     biases=("attention_bias",),
@@ -125,9 +117,27 @@ GEMMA3 = Dialect(
     theta=1e6,
     local_theta=1e4,
     activation="gelu_pytorch_tanh",
-    zero_centred=True,
     sandwiched=True,
     scaled_embeddings=True,
+)
+GEMMA3 = dataclasses.replace(
+    _GEMMA,
+    model_type="gemma3_text",
+    defaults={
+        **_GEMMA.defaults,
+        "vocab_size": 262208,
+        "num_hidden_layers": 26,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+    },
+    only={
+        **_GEMMA.only,
+        "final_logit_softcapping": (None,),
+        "attn_logit_softcapping": (None,),
+        "use_bidirectional_attention": (False, None),
+    },
+    zero_centred=True,
 )
 GEMMA3_MULTIMODAL = dataclasses.replace(
     GEMMA3,
@@ -145,19 +155,13 @@ GEMMA3_MULTIMODAL = dataclasses.replace(
         ),
     ),
 )
-GEMMA4 = Dialect(
+GEMMA4 = dataclasses.replace(
+    _GEMMA,
     model_type="gemma4_text",
     defaults={
+        **_GEMMA.defaults,
         "vocab_size": 262144,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
         "num_hidden_layers": 30,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": True,
-        "max_position_embeddings": 131072,
         "final_logit_softcapping": None,
         "global_head_dim": 512,
         "num_global_key_value_heads": None,
@@ -166,25 +170,15 @@ GEMMA4 = Dialect(
         "sliding_window": 512,
     },
     only={
-        "hidden_activation": ("gelu_pytorch_tanh",),
-        "attention_dropout": (0, 0.0, None),
+        **_GEMMA.only,
         "use_bidirectional_attention": (None, "vision"),
         "num_kv_shared_layers": (0, None),
         "enable_moe_block": (False, None),
-        "quantization_config": (None,),
     },
     ignored=(
         *("vocab_size_per_layer_input", "use_double_wide_mlp"),
         *("num_experts", "top_k_experts", "moe_intermediate_size"),
     ),
-    biases=("attention_bias",),
-    qk_norm=True,
-    windows="cycle",
-    theta=1e6,
-    local_theta=1e4,
-    activation="gelu_pytorch_tanh",
-    sandwiched=True,
-    scaled_embeddings=True,
     unscaled=True,
     global_rope=(("rope_type", "proportional"), ("partial_rotary_factor", 0.25)),
     global_heads=True,

@@ -413,7 +413,7 @@ def _layer_problems(layers: Any, count: int) -> Iterator[str]:
         return
     for layer, fields in layers.items():
         where = f"per_layer_config.{layer}"
-        if not (layer.isdecimal() and int(layer) < count):
+        if not (str(layer).isdecimal() and int(layer) < count):
             yield f"{where} is no layer, expected a number below {count}"
         elif not isinstance(fields, Mapping):
             yield f"{where} is {fields!r}, expected an object"
