@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Short causal depthwise convolution that never looks across documents or into padding."""
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -42,11 +41,6 @@ def causal_conv(
     y = mask_padding(weighted_shifts(padded, kernel, in_own_run(run, taps)), segment_ids)
     usable &= jnp.pad(run, ((0, 0), (taps - 1, 0))) == run[:, -1:]
     return y.astype(x.dtype), _last_inputs(padded, usable, taps - 1)
-
-
-def silu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """`x * sigmoid(x)`, computed in float32 and rounded once, as torch does."""
-    return jax.nn.silu(x.astype(jnp.float32)).astype(x.dtype)
 
 
 def in_own_run(run: Int[Array, "B T"], taps: int) -> Bool[Array, "B T K1"]:

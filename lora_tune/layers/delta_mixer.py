@@ -20,8 +20,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float, Int
 
+from lora_tune.layers.activations import silu
 from lora_tune.layers.chunk_scan import pull_chunks, run_chunks
-from lora_tune.layers.conv import in_own_run, silu, weighted_shifts
+from lora_tune.layers.conv import in_own_run, weighted_shifts
 from lora_tune.layers.delta_chunks import Marks, Operands, delta_chunk
 from lora_tune.layers.delta_kernel import kernel_backward, kernel_fits, kernel_forward
 from lora_tune.layers.delta_matrices import Form, Heads

@@ -7,7 +7,6 @@ travel to them (`layers.exchange`); the experts themselves never move.
 """
 
 import functools
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,26 +16,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from lora_tune import scan, sharding
+from lora_tune.layers.activations import ACTIVATIONS, silu
 from lora_tune.layers.exchange import Exchange, capacity, run_experts
 from lora_tune.layers.grouped import permute, sort_by, spread
 from lora_tune.layers.linear import ExpertLinear, Linear
-
-
-def silu(x: jax.Array) -> jax.Array:
-    """`x * sigmoid(x)`."""
-    return jax.nn.silu(x.astype(jnp.float32)).astype(x.dtype)
-
-
-def gelu_tanh(x: jax.Array) -> jax.Array:
-    """GELU by the approximation with tanh: `gelu_pytorch_tanh` of transformers."""
-    return jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
-
-
-ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": silu,
-    "gelu_pytorch_tanh": gelu_tanh,
-}
-"""Activations by the names of transformers; computed in float32 and rounded once, as in torch."""
 
 
 class MLP(nnx.Module):

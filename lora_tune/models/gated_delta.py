@@ -17,7 +17,8 @@ from jax.typing import DTypeLike
 
 from lora_tune.cache import Entry, RecurrentCache
 from lora_tune.layers import sequence
-from lora_tune.layers.conv import causal_conv, silu
+from lora_tune.layers.activations import silu
+from lora_tune.layers.conv import causal_conv
 from lora_tune.layers.delta_mixer import Heads, gated_delta_mixer
 from lora_tune.layers.delta_net import gated_delta_rule, recurrent_gated_delta_rule
 from lora_tune.layers.norms import gated_rms_normalise

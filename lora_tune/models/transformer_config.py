@@ -54,7 +54,7 @@ class Dialect:
         sixth where that is no field of the family.
       local_theta: the base of rope in layers with a window, where those have a rope of their own;
         `theta` is that of the others.
-      activation: of the MLP, one of `lora_tune.layers.moe.ACTIVATIONS`.
+      activation: of the MLP, one of `lora_tune.layers.activations.ACTIVATIONS`.
       zero_centred: norms scale by 1 + weight.
       sandwiched: attention and feed-forward have a norm behind them as well.
       scaled_embeddings: embeddings are multiplied by the root of their width.

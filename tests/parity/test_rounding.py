@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from lora_tune.layers.moe import ACTIVATIONS
+from lora_tune.layers.activations import ACTIVATIONS
 from lora_tune.layers.norms import GatedRMSNorm
 from lora_tune.models import FAMILIES
 
