@@ -8,7 +8,7 @@ from lora_tune.errors import InputError
 from lora_tune.export import write
 from lora_tune.export.notes import training_notes
 from lora_tune.hf.card import is_hub_id, model_card
-from lora_tune.hf.folder import check_replaceable
+from lora_tune.hf.folder import check_apart, check_replaceable
 from lora_tune.hf.upload import check_target, upload
 from lora_tune.trained import Trained
 from lora_tune.training.state import unflatten
@@ -54,6 +54,7 @@ def export(pairs: words.Pairs) -> None:
         check_target(push)
     run = trained.read(given["run"], [f"{key}={given[key]}" for key in _BASE if key in given])
     _check(run, form, push)
+    check_apart(folder, run.folder)
     check_replaceable(folder, kind=_kind(run, form))
     _write(run, form, folder)
     print(f"wrote {folder}, step {run.step} of {run.folder}")

@@ -6,7 +6,7 @@ from pathlib import Path
 from lora_tune import build, words
 from lora_tune.errors import InputError
 from lora_tune.hf.files import read_header, read_json
-from lora_tune.hf.folder import check_replaceable
+from lora_tune.hf.folder import check_apart, check_replaceable
 from lora_tune.hf.hub import Source
 from lora_tune.hf.peft import WEIGHTS_FILE, adapter_arrays, load_adapter, save_adapter
 from lora_tune.hf.peft_config import CONFIG_FILE, PARAMETER_TYPES, split_expert
@@ -47,6 +47,7 @@ def convert(pairs: words.Pairs) -> None:
             f"layout=per-expert: PEFT reads adapters on experts of {model_type} in the fused "
             "layout alone; use layout=fused"
         )
+    check_apart(new, old)
     check_replaceable(new, kind="adapter")
     lora, adapters = load_adapter(old, leaves, model_type=model_type)
     modules = list(resolve(lora, adaptable_modules(leaves)))

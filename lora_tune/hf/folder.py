@@ -102,6 +102,20 @@ def check_replaceable(out_dir: Path, *, kind: str) -> None:
         )
 
 
+def check_apart(out_dir: Path, source: Path) -> None:
+    """Checks that what is written takes nothing away from what it is made of.
+
+    Raises:
+      InputError: one of the two folders is the other, or lies in it.
+    """
+    out, origin = out_dir.resolve(), source.resolve()
+    if out == origin or out in origin.parents or origin in out.parents:
+        raise InputError(
+            f"{out_dir}: is, holds or lies in {source}, which it is made from; choose an output "
+            "folder elsewhere"
+        )
+
+
 def _kind(folder: Path) -> str | None:
     """What a folder of ours holds, None for a folder that is not ours."""
     try:

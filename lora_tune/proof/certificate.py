@@ -34,7 +34,9 @@ def summary(certificate: Mapping[str, Any]) -> str:
 
 
 def _lines(found: Mapping[str, Any]) -> Iterator[str]:
-    yield f"# {'Passed' if found['passed'] else 'Failed'}: {found['run']}"
+    verdict = "Passed" if found["passed"] else "Failed"
+    without = " without its checkpoint, values unproved" if found["step"] is None else ""
+    yield f"# {verdict}{without}: {found['run']}"
     yield ""
     revision = f" at {found['revision']}" if found["revision"] else ""
     yield f"- base: {found['base']}{revision} ({found['model_type']})"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lora_tune import InputError
-from lora_tune.hf.folder import new_folder
+from lora_tune.hf.folder import check_apart, new_folder
 
 
 def write(folder: Path, kind: str, text: str) -> None:
@@ -32,3 +32,15 @@ def test_a_foreign_folder_is_not_replaced(tmp_path: Path) -> None:
         write(tmp_path / "out", "adapter", "new")
 
     assert (tmp_path / "out" / "mine").read_text() == "kept"
+
+
+@pytest.mark.parametrize("out", ["run/adapter", "run/adapter/..", "run/adapter/new", "link"])
+def test_what_a_result_is_made_from_is_not_written_over(tmp_path: Path, out: str) -> None:
+    source = tmp_path / "run" / "adapter"
+    write(source, "adapter", "trained")
+    (tmp_path / "link").symlink_to(source)
+    with pytest.raises(
+        InputError, match="which it is made from; choose an output folder elsewhere"
+    ):
+        check_apart(tmp_path / out, source)
+    check_apart(tmp_path / "run" / "fused", source)
