@@ -3,6 +3,7 @@
 
 import sys
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
 from lora_tune.errors import InputError
@@ -18,6 +19,7 @@ def plan(pairs: Sequence[tuple[str, str]]) -> int:
     Returns:
       0 if the step fits everywhere, 1 if it does not.
     """
+    _check_words([key for key, _ in pairs])
     given = {key: value for key, value in pairs if key in WORDS}
     overrides = [f"{key}={value}" for key, value in pairs if key not in WORDS]
     slices = _number(given, "slices") or 1
@@ -54,6 +56,14 @@ def plan(pairs: Sequence[tuple[str, str]]) -> int:
         if "hlo" in given and found.compiled.text is not None:
             Path(given["hlo"]).write_text(found.compiled.text, encoding="utf-8")
     return 0 if all(fits) else 1
+
+
+def _check_words(keys: Sequence[str]) -> None:
+    """What is nearly a word of the command is no key of the recipe."""
+    for key in keys:
+        close = get_close_matches(key, WORDS, n=1)
+        if key not in WORDS and close and "." not in key:
+            raise InputError(f"unknown key {key!r}: did you mean {close[0]!r}?")
 
 
 def _progress(trial: search.Trial) -> None:

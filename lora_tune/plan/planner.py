@@ -130,8 +130,14 @@ def plan(
         program=program,
         compiled=compiled,
         rates=roofline.rates_of(topology, devices[0].device_kind),
-        notes=tuple(filter(None, (note, *_notes(recipe, topology, compiled)))),
+        notes=tuple(filter(None, (note, _shortened(layers), *_notes(recipe, topology, compiled)))),
     )
+
+
+def _shortened(layers: int | None) -> str | None:
+    if layers is None:
+        return None
+    return f"these are figures of {layers} layers; what runs is the whole model, which needs more"
 
 
 def _notes(recipe: Recipe, topology: Topology, compiled: measure.Compiled) -> Iterator[str]:

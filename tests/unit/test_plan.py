@@ -50,6 +50,7 @@ def run(capsys, *words):
         (["recipe=quickstart", "topology=v5p-8", "topology=cpu"], "expected one topology=NAME"),
         (["recipe=quickstart", "topology=v5p8"], "did you mean v5p-8"),
         (["recipe=quickstart", "topology=cpu", "layers=0"], "layers must be an integer"),
+        (["recipe=quickstart", "topology=cpu", "serch=2"], "'serch': did you mean 'search'?"),
         (["recipe=quickstart", "topology=cpu", "search=much"], "search must be true, false"),
         (["recipe=quickstart", "topology=cpu", "layers=99"], "layers=99: the model has"),
         (["recipe=quickstart", "topology=cpu", "slices=two"], "slices must be an integer"),
