@@ -114,13 +114,12 @@ def compiled_for_tpu(rule, shapes) -> str:
 
 
 def mixer(args, *, kernels):
-    """The mixer of a layer, as a function of what its projections put out."""
+    """The mixer of a layer, as a function of what its projections put out and of its weights."""
     groups = args.value_heads // args.key_heads
     heads = delta_mixer.Heads(args.key_heads, groups, args.dim, args.dim)
-    kernel = jnp.ones((4, args.key_heads * heads.inner), jnp.bfloat16)
-    norm = jnp.ones((args.dim,), jnp.bfloat16)
 
-    def mix(*rows):
+    def mix(*given):
+        *rows, kernel, norm = given
         fits = delta_mixer.kernel_fits
         delta_mixer.kernel_fits = fits if kernels else lambda *_: False
         try:
@@ -133,7 +132,8 @@ def mixer(args, *, kernels):
     lead = (args.batch, args.time)
     packed = (*lead, args.key_heads * (heads.inner + heads.outer))
     gates = ((*lead, args.value_heads), jnp.float32)
-    return mix, [(packed, jnp.bfloat16), gates, gates]
+    params = [(4, args.key_heads * heads.inner), (args.dim,)]
+    return mix, [(packed, jnp.bfloat16), gates, gates, *((s, jnp.bfloat16) for s in params)]
 
 
 def print_compiled(args, arrays) -> None:
