@@ -43,8 +43,8 @@ def kernel_fits(form: Form, taps: int) -> bool:
     """Whether the kernels can stand in for the chunks of XLA on a TPU, in the mesh of this trace.
 
     Heads must be whole registers wide, and what a step of the backward kernel holds fit the vector
-    memory. On a mesh, a kernel has to run with all axes manual: the
-    trace must be so over all but the tensor axis, and that one divide the key heads.
+    memory. On a mesh, a kernel has to run with all axes manual: the trace must be so over all but
+    the tensor axis, and that one divide the key heads.
     """
     heads = form.heads
     if heads.key_dim % _LANES or heads.value_dim % _LANES or form.chunk % _PACKED_ROWS:

@@ -24,7 +24,13 @@ from lora_tune.layers.activations import silu
 from lora_tune.layers.chunk_scan import pull_chunks, run_chunks
 from lora_tune.layers.conv import in_own_run, weighted_shifts
 from lora_tune.layers.delta_chunks import Marks, Operands, delta_chunk
-from lora_tune.layers.delta_kernel import kernel_backward, kernel_fits, kernel_forward
+from lora_tune.layers.delta_kernel import (
+    Params,
+    Rows,
+    kernel_backward,
+    kernel_fits,
+    kernel_forward,
+)
 from lora_tune.layers.delta_matrices import Form, Heads
 from lora_tune.layers.delta_net import fill_up, make_marks
 from lora_tune.layers.norms import gated_rms_normalise
@@ -32,10 +38,6 @@ from lora_tune.scan import STATES
 
 _EXACT = jax.lax.Precision.HIGHEST
 
-Params = tuple[Array, Array]
-"""The taps of the convolution `[K, taps, W]`, and the weight of the norm `[Dv]`."""
-Rows = tuple[Array, Array, Array]
-"""packed `[B, T, P]`, g and beta `[B, T, Nv]`, filled up to whole chunks."""
 RowMarks = tuple[Marks, Bool[Array, "B T S"]]
 """The tokens' marks, and whether the token s + 1 before is of the same run."""
 

@@ -29,7 +29,8 @@ class Model:
     """What each layer keeps for the backward pass, which recomputes the rest: `full` its input,
     `dots` also what projections put out, but for routed experts, and its mixer's heads and states,
     `save_attention` also what the heads of its mixer put out, `none` everything but weights,
-    `offload` its input, in the host's memory. See `docs/memory.md`; on a CPU, `dots` is fastest."""
+    `offload` its input, in the host's memory; and all the choice of experts. See `docs/memory.md`;
+    on a CPU, `dots` is fastest."""
     scan_layers: bool = True
     """Compile one cycle of layers and scan over it, rather than every layer on its own."""
     param_scan_axis: int = 0
