@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from lora_tune import build
+from lora_tune import build, build_data
 from lora_tune import recipe as recipes
 from lora_tune.errors import InputError
 from lora_tune.generation.generate import generate
@@ -105,7 +105,7 @@ def _load(recipe: recipes.Recipe, mesh: Mesh | None) -> tuple[Decoder, Any]:
     abstract = build.abstract_model(source, options)
     seed = recipe.train.seed if random else None
     model = build.load_weights(abstract, mesh=mesh, random_seed=seed)
-    return model, build.make_tokenizer(recipe, source, abstract.config.vocab_size)
+    return model, build_data.make_tokenizer(recipe, source, abstract.config.vocab_size)
 
 
 def load_run(folder: str | Path, overrides: Sequence[str] = ()) -> tuple[Decoder, Any]:

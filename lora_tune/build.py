@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a recipe to the parts of a run: mesh, model, data, optimizer, step, checkpoints.
 
-The only file that knows both the recipe and every component.
+With `build_data`, the only file that knows both the recipe and every component.
 """
 
-import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lora_tune import assets, sharding
-from lora_tune.data import pipeline, sources
-from lora_tune.data import tokenizer as tokenizers
-from lora_tune.data.messages import Encoder, Example
-from lora_tune.errors import InputError
+from lora_tune.data import pipeline
+from lora_tune.errors import InputError, said_of
 from lora_tune.hf.files import read_json
 from lora_tune.hf.hub import Source, check_complete, find_model
 from lora_tune.hf.load import load_params
@@ -45,15 +42,6 @@ from lora_tune.training.step import make_eval_step, make_step
 Batch = Mapping[str, np.ndarray]
 _HOST_BYTES = 20
 """Bytes of a token in a batch: five arrays of 32 bits (`lora_tune.data.batch`)."""
-
-
-@contextlib.contextmanager
-def said_of(key: str) -> Iterator[None]:
-    """Names the recipe key that an InputError is about."""
-    try:
-        yield
-    except InputError as error:
-        raise InputError(f"{key}: {error}") from error
 
 
 def find_source(path: str, *, revision: str | None = None, weights: bool = True) -> Source:
@@ -224,87 +212,6 @@ def _placement(stacks: Mapping[Any, StackTarget]) -> dict[Any, tuple[Any, ...]]:
         path: (stack.ranks.tolist(), np.round(stack.scales, 6).tolist())
         for path, stack in stacks.items()
     }
-
-
-@dataclasses.dataclass(frozen=True)
-class Data:
-    """The rows of a run: endless training batches and, if there are any, held-out examples."""
-
-    train: pipeline.Dataset
-    held_out: pipeline.Examples | None
-    first: Example
-
-    def batches(self, start_step: int) -> Iterator[Batch]:
-        """Training batches from a step on."""
-        return (batch for _, batch in self.train.batches(start_step))
-
-    def position(self, step: int) -> Mapping[str, Any]:
-        """Where the data stands after `step` steps, for the checkpoint."""
-        return self.train.position(step)
-
-
-def make_data(recipe: schema.Recipe, tokenizer: Any) -> Data:
-    """Reads, encodes and packs the rows of a recipe."""
-    section = recipe.data
-    with said_of("data.path"):
-        examples = _examples(section, tokenizer, section.path, section.split, section.max_samples)
-    held_out = None
-    if section.eval_path is not None:
-        with said_of("data.eval_path"):
-            held_out = _examples(section, tokenizer, section.eval_path, section.eval_split, None)
-    dataset = pipeline.Dataset(
-        examples,
-        max_length=section.max_length,
-        batch_size=recipe.train.batch_size,
-        packing=section.packing,
-        seed=recipe.train.seed,
-        shuffle=section.shuffle,
-    )
-    return Data(dataset, held_out, examples[0])
-
-
-def first_examples(recipe: schema.Recipe, tokenizer: Any, count: int) -> list[Example]:
-    """The examples of the first `count` training rows of a recipe."""
-    section = recipe.data
-    with said_of("data.path"):
-        found = _examples(section, tokenizer, section.path, section.split, count)
-    return [found[i] for i in range(min(count, len(found)))]
-
-
-def _examples(
-    section: schema.Data, tokenizer: Any, path: str, split: str, max_samples: int | None
-) -> pipeline.Examples:
-    rows = sources.read(
-        str(assets.resolve(path)),
-        split=split,
-        subset=section.subset,
-        columns=section.columns,
-        format=section.format,
-        max_samples=max_samples,
-    )
-    if rows.format == "messages":
-        tokenizers.require_chat_template(tokenizer)
-    encoder = Encoder(
-        tokenizer,
-        format=rows.format,
-        max_length=section.max_length,
-        truncation_strategy=section.truncation_strategy,
-        assistant_only_loss=section.assistant_only_loss,
-        completion_only_loss=section.completion_only_loss,
-        train_on_eos=section.train_on_eos,
-    )
-    return pipeline.encode_rows(rows, encoder)
-
-
-def make_tokenizer(recipe: schema.Recipe, source: Source, vocab_size: int) -> Any:
-    """The tokenizer of a recipe's model, with the recipe's chat template if it names one."""
-    with said_of("model.path"):
-        tokenizer = tokenizers.load(str(source.folder), vocab_size=vocab_size)
-    template = recipe.model.chat_template
-    if template is not None:
-        with said_of("model.chat_template"):
-            tokenizers.use_template(tokenizer, str(assets.resolve(template)))
-    return tokenizer
 
 
 def check_positions(recipe: schema.Recipe, config: Mapping[str, Any]) -> None:

@@ -12,9 +12,21 @@ class InputError(ValueError):
     """Bad user input; its text is one sentence that says what, where and what to do."""
 
 
+@contextlib.contextmanager
+def said_of(key: str) -> Iterator[None]:
+    """Names the recipe key that an InputError is about."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{key}: {error}") from error
+
+
 def short(value: Any) -> str:
     """The value as it is shown in a sentence."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # nested too deeply, or an integer of too many digits
+        text = f"a {type(value).__name__} too large to show"
     return text if len(text) <= 80 else text[:77] + "..."
 
 

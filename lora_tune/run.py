@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from lora_tune import build
+from lora_tune import build, build_data
 from lora_tune import recipe as recipes
 from lora_tune.checkpoint import Checkpoints, Restored
 from lora_tune.data import messages
@@ -81,8 +81,8 @@ def train(recipe: str | Path, overrides: Sequence[str] = ()) -> Result:
         source = build.find_source(path, revision=revision, weights=weights)
         abstract = build.abstract_model(source, build.DecoderOptions())
     build.check_size(loaded, abstract, mesh)
-    tokenizer = build.make_tokenizer(loaded, source, abstract.config.vocab_size)
-    data = build.make_data(loaded, tokenizer)
+    tokenizer = build_data.make_tokenizer(loaded, source, abstract.config.vocab_size)
+    data = build_data.make_data(loaded, tokenizer)
     build.optimizer_of(loaded, _total_steps(loaded, data))  # fails before weights are read
     model = build.make_model(loaded, source, mesh)
     return _Run(loaded, source, mesh, tokenizer, data, model).go()
@@ -97,7 +97,7 @@ class _Run:
         source: Any,
         mesh: Mesh | None,
         tokenizer: Any,
-        data: build.Data,
+        data: build_data.Data,
         model: Decoder,
     ):
         self.recipe, self.mesh, self.tokenizer, self.data = recipe, mesh, tokenizer, data
@@ -275,7 +275,7 @@ class _Run:
         return adapter, merged
 
 
-def _total_steps(recipe: schema.Recipe, data: build.Data) -> int:
+def _total_steps(recipe: schema.Recipe, data: build_data.Data) -> int:
     train = recipe.train
     if train.max_steps is not None:
         return train.max_steps

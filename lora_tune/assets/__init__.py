@@ -31,3 +31,10 @@ def resolve(path: str) -> Path:
             f"{path!r} is not shipped with lora_tune; there is {', '.join(shipped()) or 'nothing'}"
         )
     return found
+
+
+def resolve_all(path: str | list[str]) -> str | list[str]:
+    """Return one path, or each of several, as text and with shipped names resolved."""
+    if isinstance(path, str):
+        return str(resolve(path))
+    return [str(resolve(each)) for each in path]

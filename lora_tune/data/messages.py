@@ -19,13 +19,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from lora_tune.data import conversation
-from lora_tune.data.turns import Rendering, Template, renderings
+from lora_tune.data.formats import canonical
+from lora_tune.data.turns import Reasoning, Rendering, Template, renderings
 from lora_tune.errors import InputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TruncationStrategy = Literal["right", "left", "delete", "split"]
+TrainOnEos = Literal["turn", "last", "all", "none"]
 
 
 @dataclass(frozen=True)
@@ -49,54 +51,53 @@ class Drop:
 
 
 _EMPTY = Drop("empty answer")
+_CONTEXT_ONLY = Drop("every answer has weight 0")
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """What one row became: its examples, what was dropped, and what truncation took away."""
+    """What one row became: its examples, what was dropped, and what truncation took away.
+
+    `trained_tokens` counts before truncation: those of the examples and the lost ones together.
+    `rewritten` counts turns that the chat template writes differently later (`turns.renderings`).
+    """
 
     examples: tuple[Example, ...]
     drops: tuple[Drop, ...]
     truncated: int
+    trained_tokens: int
     lost_trained_tokens: int
+    rewritten: int
 
 
 def encode(
     row: Mapping[str, Any],
     tokenizer: "PreTrainedTokenizerBase",
     *,
-    format: str,
-    max_length: int,
-    truncation_strategy: TruncationStrategy = "right",
-    assistant_only_loss: bool = True,
-    completion_only_loss: bool = True,
-    train_on_eos: bool = True,
     where: str = "row",
+    **options: Any,
 ) -> Encoded:
     """Encode one row; see `Encoder` for the options. `where` names the row in errors."""
-    encoder = Encoder(
-        tokenizer,
-        format=format,
-        max_length=max_length,
-        truncation_strategy=truncation_strategy,
-        assistant_only_loss=assistant_only_loss,
-        completion_only_loss=completion_only_loss,
-        train_on_eos=train_on_eos,
-    )
-    return encoder(row, where=where)
+    return Encoder(tokenizer, **options)(row, where=where)
 
 
 @dataclass(frozen=True)
 class Encoder:
     """Turns rows of one format into examples of at most `max_length` tokens.
 
+    A pure function of the row, which may be pickled: it runs in other processes as well.
+
     `truncation_strategy` says what happens to longer ones: "right" keeps the start, "left" keeps
     the end, "delete" drops the example, "split" cuts it into pieces that overlap by the one token
     that is needed to predict every target exactly once. Without `assistant_only_loss` (rows of
     messages) or `completion_only_loss` (rows of prompt and completion) what comes before an answer
-    is trained as well, and a conversation is one rendering with one span. `train_on_eos=False`
-    leaves the token that ends a span (a turn or a text) out of the loss. An answer without text is
-    not learned, because its end alone would teach silence; a row that has no other is dropped.
+    is trained as well, and a conversation is one rendering with one span. `mask_history` learns
+    only what the assistant says after the last message of the user. `train_on_eos` says which
+    tokens that end a span (a turn or a text) are learned: "turn" those of trained turns, "last" the
+    last of these, "all" also those of other roles, "none" none. `reasoning` says what happens where
+    the template rewrites earlier turns (`turns.renderings`); "drop" removes reasoning first. An
+    answer without text is not learned, because its end alone would teach silence; a row that has
+    no other is dropped.
 
     Calling it raises InputError, naming the row, for a malformed conversation, for one without an
     assistant turn, for a mask that selects nothing or everything, and for a template that cannot
@@ -110,7 +111,9 @@ class Encoder:
     truncation_strategy: TruncationStrategy = "right"
     assistant_only_loss: bool = True
     completion_only_loss: bool = True
-    train_on_eos: bool = True
+    mask_history: bool = False
+    train_on_eos: TrainOnEos = "turn"
+    reasoning: Reasoning = None
 
     def __post_init__(self) -> None:
         if self.max_length < 2:
@@ -118,31 +121,38 @@ class Encoder:
 
     def __call__(self, row: Mapping[str, Any], *, where: str) -> Encoded:
         """Encode one row; `where` names it in errors."""
-        examples, drops, truncated, lost = [], [], 0, 0
+        examples: list[Example] = []
+        drops: list[Drop] = []
+        truncated = total = rewritten = 0
         for whole in self._examples(row, where):
             if isinstance(whole, Drop):
                 drops.append(whole)
-                continue
-            pieces = list(self._fit(whole))
-            kept = [piece for piece in pieces if piece.trained_tokens]
-            truncated += len(whole.tokens) > self.max_length
-            lost += whole.trained_tokens - sum(piece.trained_tokens for piece in kept)
-            drops += [Drop(self._drop_reason(whole))] * (max(len(pieces), 1) - len(kept))
-            examples += kept
-        return Encoded(tuple(examples), tuple(drops), truncated, lost)
+            elif isinstance(whole, int):
+                rewritten += whole
+            else:
+                pieces = list(self._fit(whole))
+                kept = [piece for piece in pieces if piece.trained_tokens]
+                truncated += len(whole.tokens) > self.max_length
+                total += whole.trained_tokens
+                drops += [Drop(self._drop_reason(whole))] * (max(len(pieces), 1) - len(kept))
+                examples += kept
+        lost = total - sum(example.trained_tokens for example in examples)
+        return Encoded(tuple(examples), tuple(drops), truncated, total, lost, rewritten)
 
-    def _examples(self, row: Mapping[str, Any], where: str) -> Iterator[Example | Drop]:
-        if self.format == "messages":
+    def _examples(self, row: Mapping[str, Any], where: str) -> Iterator[Example | Drop | int]:
+        """Whole examples and drops, and numbers of rewritten turns."""
+        kind, row = canonical(row, self.format, where=where)
+        if kind == "messages":
             messages = conversation.messages(row["messages"], where=where)
             yield from self._chat(messages, row.get("tools"), first=0, where=where)
-        elif self.format == "prompt_completion":
+        elif kind == "prompt_completion":
             yield from self._prompt_completion(row, where)
-        elif self.format == "text":
-            yield self._plain("", _string(row, "text", where), where=where)
         else:
-            raise InputError(f"{where}: data format {self.format!r} is unknown")
+            yield self._plain("", _string(row, "text", where), where=where)
 
-    def _prompt_completion(self, row: Mapping[str, Any], where: str) -> Iterator[Example | Drop]:
+    def _prompt_completion(
+        self, row: Mapping[str, Any], where: str
+    ) -> Iterator[Example | Drop | int]:
         if isinstance(row["prompt"], list) and isinstance(row["completion"], list):
             prompt = conversation.messages(row["prompt"], where=f"{where}, prompt")
             answer = conversation.messages(row["completion"], where=f"{where}, completion")
@@ -158,78 +168,112 @@ class Encoder:
 
     def _chat(
         self, messages: list[conversation.Message], tools: Any, *, first: int, where: str
-    ) -> Iterator[Example | Drop]:
+    ) -> Iterator[Example | Drop | int]:
         template = Template(self.tokenizer, conversation.tools(tools, where=where), where)
-        if self._answers_only:
-            rendered = renderings(template, messages, first=first)
-            if not rendered:
-                yield _EMPTY
-        else:
+        learned = [bool(message.pop("weight", 1)) for message in messages]
+        if self.reasoning == "drop":
+            messages = conversation.without_reasoning(messages)
+        if not self._answers_only:
+            if not all(learned):
+                raise InputError(
+                    f"{where}: a message has weight 0, and data.assistant_only_loss: false learns "
+                    "the whole conversation; remove one of the two"
+                )
             text = template.render(messages)
             rendered = [Rendering(text, ((0, len(text)),))]
+        else:
+            said = self._turns(messages, first, where)
+            turns = [i for i in said if learned[i]]
+            if not turns:
+                yield _CONTEXT_ONLY if said else _EMPTY
+            rendered, rewritten = renderings(template, messages, turns, reasoning=self.reasoning)
+            yield rewritten
         for rendering in rendered:
-            example = self._masked(rendering)
+            example = self._masked(rendering, where)
             self._check_mask(example, where)
             yield example
 
-    def _masked(self, rendering: Rendering) -> Example:
+    def _turns(self, messages: list[conversation.Message], first: int, where: str) -> list[int]:
+        """Numbers of the assistant's messages that say something, from message `first` on."""
+        turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= first]
+        if not turns:
+            raise InputError(
+                f"{where}: there is no assistant message to train on, the roles are "
+                f"{', '.join(m['role'] for m in messages[first:])}"
+            )
+        if self.mask_history:
+            asked = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=0)
+            turns = [i for i in turns if i > asked]
+        return [i for i in turns if conversation.says_something(messages[i])]
+
+    def _masked(self, rendering: Rendering, where: str) -> Example:
         cuts = [start for start, _ in rendering.spans]
-        tokens, starts = self._tokenise(rendering.text, cuts)
+        tokens, starts = self._tokenise(rendering.text, cuts, where)
         mask = np.zeros(len(tokens), bool)
+        ends: list[int] = []
         for start, end in rendering.spans:
-            served = rendering.text[start:end]
-            inside = (starts >= start) & (starts < end)
-            mask |= inside & self._up_to_turn_end(served, start, tokens, starts)
+            served = rendering.text[start:end].rstrip()
+            stop = int(np.searchsorted(starts, start + len(served)))
+            if stop and int(tokens[stop - 1]) in self._special_ids:
+                ends.append(stop - 1)
+            else:
+                stop = int(np.searchsorted(starts, end))
+            mask[int(np.searchsorted(starts, start)) : stop] = True
+        self._mask_ends(mask, tokens, ends)
         return Example(tokens, mask)
 
-    def _up_to_turn_end(
-        self, served: str, start: int, tokens: np.ndarray, starts: np.ndarray
-    ) -> np.ndarray:
-        """Tokens bool [n] up to where the model itself stops writing this turn.
+    def _mask_ends(self, mask: np.ndarray, tokens: np.ndarray, ends: list[int]) -> None:
+        """Set the mask bool [n] at the tokens that end turns, found at `ends`.
 
         A turn that ends with a special token and then white space ("<|im_end|>\\n") ends at that
         token: the model is stopped there and never writes the rest.
         """
-        end = start + len(served.rstrip())
-        last = int(np.searchsorted(starts, end)) - 1
-        if last < 0 or int(tokens[last]) not in self._special_ids:
-            return np.ones(len(tokens), bool)
-        return np.arange(len(tokens)) < last + self.train_on_eos
+        if self.train_on_eos == "all":
+            mask |= np.isin(tokens, tokens[ends])
+        elif self.train_on_eos != "turn":
+            mask[ends if self.train_on_eos == "none" else ends[:-1]] = False
 
     def _plain(self, prompt: str, answer: str, *, where: str) -> Example:
         """Untemplated text that ends with the end-of-text token."""
         if self.tokenizer.eos_token_id is None:
             raise InputError(f"{where}: the tokenizer names no end-of-text token (eos_token)")
-        tokens, starts = self._tokenise(prompt + answer, [len(prompt)])
+        tokens, starts = self._tokenise(prompt + answer, [len(prompt)], where)
         mask = starts >= (len(prompt) if self._answers_only else 0)
         if self._begin:
             tokens = np.append(self._begin, tokens)
             mask = np.append(not (self._answers_only and prompt), mask)
         if not len(tokens) or tokens[-1] != self.tokenizer.eos_token_id:
             tokens, mask = np.append(tokens, self.tokenizer.eos_token_id), np.append(mask, True)
-        mask[-1] &= self.train_on_eos
+        mask[-1] &= self.train_on_eos != "none"
         return Example(tokens.astype(np.int32), mask)
 
-    def _tokenise(self, text: str, cuts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    def _tokenise(
+        self, text: str, cuts: Sequence[int], where: str
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Token ids int32 [n] and the character each begins at, int64 [n].
 
         The text is tokenised as a whole, but a token that reaches across one of `cuts`, where a
         prompt ends, is not what is served: there the text is cut and both sides stand alone.
         """
-        encoded = self.tokenizer(
-            text,
-            add_special_tokens=False,
-            return_offsets_mapping=True,
-            return_attention_mask=False,
-            verbose=False,
-        )
+        try:
+            encoded = self.tokenizer(
+                text,
+                add_special_tokens=False,
+                return_offsets_mapping=True,
+                return_attention_mask=False,
+                verbose=False,
+            )
+        except (UnicodeEncodeError, TypeError) as error:
+            raise InputError(
+                f"{where}: a \\u escape is half of a surrogate pair, no text: correct the row"
+            ) from error
         tokens = np.asarray(encoded["input_ids"], np.int32)
         starts, ends = np.asarray(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
         for cut in cuts:
             if ((starts < cut) & (cut < ends)).any():
                 head, tail = text[:cut], text[cut:]
-                left = self._tokenise(head, [c for c in cuts if c < cut])
-                right = self._tokenise(tail, [c - cut for c in cuts if c > cut])
+                left = self._tokenise(head, [c for c in cuts if c < cut], where)
+                right = self._tokenise(tail, [c - cut for c in cuts if c > cut], where)
                 return np.append(left[0], right[0]), np.append(left[1], right[1] + cut)
         return tokens, starts
 
@@ -289,9 +333,10 @@ def _cut(example: Example, start: int, stop: int) -> Example:
 def _string(row: Mapping[str, Any], column: str, where: str) -> str:
     value = row[column]
     if not isinstance(value, str):
+        both = " (`prompt` and `completion` may also both be lists of messages)"
         raise InputError(
-            f"{where}: `{column}` must be a string, got {type(value).__name__} (`prompt` and "
-            "`completion` may also both be lists of messages)"
+            f"{where}: `{column}` must be a string, got {type(value).__name__}"
+            f"{both if column != 'text' else ''}"
         )
     return value
 

@@ -4,7 +4,7 @@
 The stream has no state. The order of epoch e follows from (seed, e); packing follows from that
 order; the rows of all epochs, one after the other, are numbered, and step s takes the next batch
 size of them from s * batch size on. So resuming at step s is starting at step s, on any number of
-hosts.
+hosts. Sources with weights are mixed by `mixing.epoch_order`, which the same holds for.
 """
 
 import hashlib
@@ -18,10 +18,12 @@ from typing import Any
 import numpy as np
 
 from lora_tune.data import batch as batches
+from lora_tune.data import mixing
 from lora_tune.data import packing as packer
 from lora_tune.data.batch import Batch
 from lora_tune.data.messages import Encoder, Example
 from lora_tune.data.sources import Rows
+from lora_tune.data.turns import RewrittenError
 from lora_tune.errors import InputError
 
 Progress = Callable[[int, int], None]
@@ -30,8 +32,13 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class DataReport:
-    """What the rows became. `drops` counts examples by reason; `packing_efficiency` is the share
-    of the positions of the first epoch's rows that hold a token."""
+    """What the rows became.
+
+    `drops` counts examples by reason; `all_trained_tokens` counts before truncation, which took
+    `lost_trained_tokens` away. `rewritten` counts turns that the chat template writes differently
+    later. `bad_rows` are the first sentences on rows that were dropped because they are malformed.
+    `packing_efficiency` is the share of the positions of the first epoch's rows that hold a token.
+    """
 
     rows: int
     examples: int
@@ -40,6 +47,10 @@ class DataReport:
     drops: dict[str, int]
     truncated: int
     lost_trained_tokens: int
+    all_trained_tokens: int = 0
+    rewritten: int = 0
+    bad_rows: tuple[str, ...] = ()
+    source: str = ""
     packing_efficiency: float = 1.0
 
 
@@ -52,6 +63,7 @@ class Examples(Sized):
     offsets: np.ndarray  # int64 [examples + 1]
     rows: np.ndarray  # int64 [examples]: the number of the row that an example comes from
     report: DataReport
+    sources: tuple[DataReport, ...] = ()  # of each source; their examples follow one another
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -65,6 +77,11 @@ class Examples(Sized):
         """Tokens in each example, int64 [examples]."""
         return np.diff(self.offsets)
 
+    @property
+    def counts(self) -> list[int]:
+        """Examples of each source."""
+        return [source.examples for source in self.sources or (self.report,)]
+
     @cached_property
     def fingerprint(self) -> str:
         """A hash of all tokens, masks and boundaries."""
@@ -74,32 +91,50 @@ class Examples(Sized):
         return digest.hexdigest()
 
 
-def encode_rows(rows: Rows, encoder: Encoder, *, progress: Progress | None = None) -> Examples:
+BAD_ROW = "malformed row"
+
+
+def encode_rows(
+    rows: Rows,
+    encoder: Encoder,
+    *,
+    name: str | None = None,
+    drop_bad_rows: bool = False,
+    progress: Progress | None = None,
+) -> Examples:
     """Encode every row, once. `progress(done, total)` is called after each row.
 
-    Raises InputError when rows cannot be encoded (the first few are named) or none is left.
+    Raises InputError when rows cannot be encoded (the first few are named; with `drop_bad_rows`
+    they are counted instead) or none is left.
     """
     found: list[Example] = []
     origins: list[int] = []
     drops: Counter[str] = Counter()
-    problems: list[str] = []
-    truncated = lost = 0
+    problems = list(rows.bad.values())[:_SHOWN]
+    totals: Counter[str] = Counter({"bad": len(rows.bad)})
     for number, (where, fields) in enumerate(rows):
         try:
             encoded = encoder(fields, where=where)
+        except RewrittenError:
+            raise
         except InputError as error:
-            problems.append(str(error))
-            if len(problems) == _SHOWN:
+            if totals["bad"] < _SHOWN:
+                problems.append(str(error))
+            totals["bad"] += 1
+            if totals["bad"] >= _SHOWN and not drop_bad_rows:
                 break
             continue
         found += encoded.examples
         origins += [number] * len(encoded.examples)
         drops.update(drop.reason for drop in encoded.drops)
-        truncated += encoded.truncated
-        lost += encoded.lost_trained_tokens
+        for field in ("truncated", "trained_tokens", "lost_trained_tokens", "rewritten"):
+            totals[field] += getattr(encoded, field)
         if progress is not None:
             progress(number + 1, len(rows))
-    _raise(problems, rows.source)
+    if not drop_bad_rows or not found:
+        _raise(problems, rows.source)
+    if totals["bad"]:
+        drops[BAD_ROW] = totals["bad"]
     if not found:
         raise InputError(
             f"the data set {rows.source!r} leaves no example of its {len(rows)} rows: "
@@ -112,8 +147,12 @@ def encode_rows(rows: Rows, encoder: Encoder, *, progress: Progress | None = Non
         tokens=sum(len(e.tokens) for e in found),
         trained_tokens=sum(e.trained_tokens for e in found),
         drops=dict(drops),
-        truncated=truncated,
-        lost_trained_tokens=lost,
+        truncated=totals["truncated"],
+        lost_trained_tokens=totals["lost_trained_tokens"],
+        all_trained_tokens=totals["trained_tokens"],
+        rewritten=totals["rewritten"],
+        bad_rows=tuple(problems),
+        source=name or rows.source,
     )
     return _flatten(found, origins, report)
 
@@ -138,6 +177,43 @@ def _flatten(found: list[Example], origins: list[int], report: DataReport) -> Ex
         offsets=offsets,
         rows=np.asarray(origins, np.int64),
         report=report,
+        sources=(report,),
+    )
+
+
+def join(parts: Sequence[Examples]) -> Examples:
+    """The examples of several sources, one source after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    reports = [part.report for part in parts]
+    starts = np.cumsum([0, *(len(part.tokens) for part in parts)])
+    drops: Counter[str] = Counter()
+    for report in reports:
+        drops.update(report.drops)
+    counted = (
+        "rows",
+        "examples",
+        "tokens",
+        "trained_tokens",
+        "truncated",
+        "lost_trained_tokens",
+        "all_trained_tokens",
+        "rewritten",
+    )
+    whole = DataReport(
+        **{field: sum(getattr(report, field) for report in reports) for field in counted},
+        drops=dict(drops),
+        bad_rows=tuple(said for report in reports for said in report.bad_rows)[:_SHOWN],
+        source=", ".join(report.source for report in reports),
+    )
+    ends = [part.offsets[1:] + start for part, start in zip(parts, starts, strict=False)]
+    return Examples(
+        tokens=np.concatenate([part.tokens for part in parts]),
+        mask=np.concatenate([part.mask for part in parts]),
+        offsets=np.concatenate([np.zeros(1, np.int64), *ends]),
+        rows=np.concatenate([part.rows for part in parts]),
+        report=whole,
+        sources=tuple(reports),
     )
 
 
@@ -148,7 +224,11 @@ class _Epoch:
 
 
 class Dataset:
-    """Training batches of `batch_size` rows of `max_length` tokens, without end."""
+    """Training batches of `batch_size` rows of `max_length` tokens, without end.
+
+    `weights`, one for each source of the examples, are the proportions of an epoch's examples;
+    None takes every example once. See `mixing.epoch_order`.
+    """
 
     def __init__(
         self,
@@ -159,23 +239,32 @@ class Dataset:
         packing: bool = True,
         seed: int = 0,
         shuffle: bool = True,
+        weights: Sequence[float] | None = None,
     ) -> None:
         _check_lengths(examples, max_length)
+        if weights is not None:
+            mixing.shares(examples.counts, weights)  # refuses a source without a share
         self.examples = examples
         self.max_length = max_length
         self.batch_size = batch_size
         self.packing = packing
         self.seed = seed
         self.shuffle = shuffle
+        self.weights = None if weights is None else list(weights)
         self._first_rows = [0]
         self._epoch_rows: dict[int, list[list[int]]] = {}
 
     @property
     def report(self) -> DataReport:
         """The report of the examples, with the efficiency of the first epoch's rows."""
-        positions = len(self._epoch(0).rows) * self.max_length
-        efficiency = self.examples.report.tokens / positions
+        rows = self._epoch(0).rows
+        tokens = int(self.examples.lengths[[i for row in rows for i in row]].sum())
+        efficiency = tokens / (len(rows) * self.max_length)
         return replace(self.examples.report, packing_efficiency=efficiency)
+
+    def epoch_rows(self, epoch: int) -> list[list[int]]:
+        """The examples in each row of an epoch, in order."""
+        return self._epoch(epoch).rows
 
     def steps(self, epochs: float) -> int:
         """Steps for a number of epochs, rounded up; part of an epoch counts its rows in part."""
@@ -203,9 +292,12 @@ class Dataset:
         """Raise InputError unless this stream is the one that `position` was taken from."""
         here = self._identity()
         changed = [key for key in here if here[key] != position.get(key)]
+        changed += ["mixture"] if "mixture" in position.keys() - here.keys() else []
         if changed:
             listed = ", ".join(
-                "other tokens" if k == "fingerprint" else f"{k} was {position.get(k)}, is {here[k]}"
+                "other tokens"
+                if k == "fingerprint"
+                else f"{k} was {position.get(k)}, is {here.get(k)}"
                 for k in changed
             )
             raise InputError(
@@ -215,7 +307,7 @@ class Dataset:
             )
 
     def _identity(self) -> dict[str, int | str | bool]:
-        return {
+        identity: dict[str, int | str | bool] = {
             "fingerprint": self.examples.fingerprint,
             "examples": len(self.examples),
             "max_length": self.max_length,
@@ -224,6 +316,9 @@ class Dataset:
             "seed": self.seed,
             "shuffle": self.shuffle,
         }
+        if self.weights is not None:
+            identity["mixture"] = f"{self.examples.counts} by {self.weights}"
+        return identity
 
     def _row(self, number: int) -> list[int]:
         epoch, row = self._locate(number)
@@ -250,10 +345,13 @@ class Dataset:
         return self._epoch_rows[epoch]
 
     def _arrange(self, epoch: int) -> list[list[int]]:
-        order = np.arange(len(self.examples))
-        if self.shuffle:
-            bits = np.random.Philox(np.random.SeedSequence([self.seed, epoch]))
-            order = np.random.Generator(bits).permutation(len(self.examples))
+        order = mixing.epoch_order(
+            self.examples.counts,
+            weights=self.weights,
+            seed=self.seed,
+            epoch=epoch,
+            shuffle=self.shuffle,
+        )
         if not self.packing:
             return order[:, None].tolist()
         rows = packer.pack(self.examples.lengths[order], self.max_length)

@@ -11,22 +11,13 @@ from itertools import islice
 from typing import Any
 
 from lora_tune.data.files import BROKEN, Row, local_files, open_files, without_none
+from lora_tune.data.formats import ACCEPTED, COLUMNS, FORMATS, detect, missing
 from lora_tune.errors import InputError, Problems
 
-FORMATS: dict[str, tuple[str, ...]] = {
-    "messages": ("messages",),
-    "prompt_completion": ("prompt", "completion"),
-    "text": ("text",),
-}
-COLUMNS = ("messages", "tools", "prompt", "completion", "text")
-ACCEPTED = (
-    "`messages` or `conversations` (with optional `tools`), `prompt` and `completion`, or `text`"
-)
 # Pairs of names that others use for a prompt and its completion.
 _PAIRS = (
     ("question", "answer"),
     ("question", "response"),
-    ("instruction", "output"),
     ("instruction", "response"),
     ("input", "output"),
     ("prompt", "response"),
@@ -36,11 +27,15 @@ _PAIRS = (
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one format; iterating yields `(where, fields)`, `where` naming file and line."""
+    """Rows of one format; iterating yields `(where, fields)`, `where` naming file and line.
+
+    `count` is that of all rows, and `bad` says what is wrong with those that are dropped.
+    """
 
     source: str
     format: str
     count: int
+    bad: Mapping[str, str]
     _open: Callable[[], Iterable[Row]]
     _columns: Mapping[str, str]
 
@@ -49,25 +44,28 @@ class Rows:
 
     def __iter__(self) -> Iterator[Row]:
         for where, fields in self._open():
-            yield where, _renamed(fields, self._columns)
+            if where not in self.bad:
+                yield where, _renamed(fields, self._columns)
 
 
 def read(
-    path: str,
+    path: str | list[str],
     *,
     split: str = "train",
     subset: str | None = None,
     columns: Mapping[str, str] | None = None,
     format: str = "auto",
     max_samples: int | None = None,
+    drop_bad_rows: bool = False,
 ) -> Rows:
     """Open a data set.
 
-    `path` is a file or a glob ending in .jsonl, .json or .parquet, or else a hub id
-    (`owner/name`) for which `split` and `subset` apply. `columns` maps our column names to those
-    of the file; a list under `conversations` counts as `messages`. `format` is a key of `FORMATS`,
-    or "auto" to let it follow from the columns of the first row, in the order of `FORMATS`; every
-    row must have the columns of the format. Only the first `max_samples` rows count, if given.
+    `path` is a file or a glob with one of the endings `files.EXTENSIONS`, a list of such, or else a
+    hub id (`owner/name`) for which `split` and `subset` apply. `columns` maps our column names to
+    those of the file. `format` is a key of `FORMATS`, or "auto" to let it follow from the columns
+    of the first row, in the order of `FORMATS`; every row must have the columns of the format.
+    Only the first `max_samples` rows count, if given; of a hub data set no more is fetched then.
+    With `drop_bad_rows`, rows that cannot be read are left out and listed in `Rows.bad`.
 
     Raises InputError for a missing, empty, broken or unreadable file and for unknown columns.
     """
@@ -81,12 +79,17 @@ def read(
             "each with the name in the file"
         )
     files = local_files(path)
-    opened = _open_hub(path, split, subset) if files is None else open_files(files)
+    if files is None:
+        assert isinstance(path, str)  # a list names files
+        opened = _open_hub(path, split, subset, streaming=max_samples is not None)
+    else:
+        opened = open_files(files)
     return _checked(
-        path,
+        path if isinstance(path, str) else ", ".join(path),
         lambda: islice(opened(), max_samples),
         columns=columns or {},
         format=None if format == "auto" else format,
+        drop_bad_rows=drop_bad_rows,
     )
 
 
@@ -96,56 +99,55 @@ def _checked(
     *,
     columns: Mapping[str, str],
     format: str | None,
+    drop_bad_rows: bool,
 ) -> Rows:
     """One pass over every row: choose the format, count, and collect what is wrong."""
     count, unseen = 0, set(columns.values())
-    problems = Problems(f"rows of {source!r} cannot be read")
+    bad: dict[str, str] = {}
     there: Iterable[str] = ()
     for where, raw in opened():
         count += 1
         if isinstance(raw.get(BROKEN), str):
-            problems.add(raw[BROKEN])
+            bad[where] = raw[BROKEN]
             continue
         there = raw.keys()
         unseen -= there
         fields = _renamed(raw, columns)
-        format = format or _detect(where, raw, fields, columns)
-        missing = [c for c in FORMATS[format] if fields.get(c) is None]
-        if missing:
-            problems.add(f"{where}: column {_names(missing)} is missing or null, {_found(there)}")
+        format = format or detect(fields)
+        if format is None:
+            bad[where] = _unknown_columns(where, raw, columns)
+            if not drop_bad_rows:
+                raise InputError(bad[where])
+        elif absent := missing(fields, format):
+            bad[where] = f"{where}: column {_names(absent)} is missing or null, {_found(there)}"
     if unseen and there:
         raise InputError(
             f"data.columns names {_names(sorted(unseen))}, which no row of {source!r} has, "
             f"{_found(there)}: correct the name or remove it"
         )
-    problems.raise_if_any()
+    if not drop_bad_rows or len(bad) == count:
+        problems = Problems(f"rows of {source!r} cannot be read")
+        for said in bad.values():
+            problems.add(said)
+        problems.raise_if_any()
     if count == 0 or format is None:
         raise InputError(f"the data set {source!r} has no rows")
-    return Rows(source, format, count, opened, columns)
+    return Rows(source, format, count, bad, opened, columns)
 
 
-def _detect(
-    where: str, raw: Mapping[str, Any], fields: Mapping[str, Any], columns: Mapping[str, str]
-) -> str:
-    for name, needed in FORMATS.items():
-        if all(fields.get(column) is not None for column in needed):
-            return name
+def _unknown_columns(where: str, raw: Mapping[str, Any], columns: Mapping[str, str]) -> str:
     absent = [theirs for theirs in columns.values() if theirs not in raw]
     if absent:
-        raise InputError(
-            f"{where}: data.columns names {_names(absent)}, which is not there, {_found(raw)}"
-        )
+        return f"{where}: data.columns names {_names(absent)}, which is not there, {_found(raw)}"
     pairs = [f"{{prompt: {p}, completion: {c}}}" for p, c in _PAIRS if {p, c} <= raw.keys()]
     # With both, a prompt is put together from the two.
     several = {"instruction", "input"} <= raw.keys()
     hint = f"; set data.columns={pairs[0]} to read them so" if pairs and not several else ""
-    raise InputError(f"{where}: unknown columns, {_found(raw)}, expected {ACCEPTED}{hint}")
+    return f"{where}: unknown columns, {_found(raw)}, expected {ACCEPTED}{hint}"
 
 
 def _renamed(fields: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
-    """The row under our names; ShareGPT's `conversations` are messages without being told so."""
-    if "messages" not in {*fields, *columns} and isinstance(fields.get("conversations"), list):
-        columns = {**columns, "messages": "conversations"}
+    """The row under our names."""
     if not columns:
         return fields
     kept = {k: v for k, v in fields.items() if k not in columns and k not in columns.values()}
@@ -160,11 +162,13 @@ def _found(columns: Iterable[str]) -> str:
     return f"found {_names(sorted(columns)) or 'no columns'}"
 
 
-def _open_hub(path: str, split: str, subset: str | None) -> Callable[[], Iterable[Row]]:
+def _open_hub(
+    path: str, split: str, subset: str | None, *, streaming: bool
+) -> Callable[[], Iterable[Row]]:
     import datasets
 
     try:
-        loaded = datasets.load_dataset(path, subset, split=split)
+        loaded = datasets.load_dataset(path, subset, split=split, streaming=streaming)
     except (OSError, ValueError, RuntimeError) as error:
         raise InputError(
             f"the data path {path!r} is neither a local file nor a data set that the hub gives "

@@ -45,14 +45,33 @@ def load(path: str, *, vocab_size: int | None = None) -> "PreTrainedTokenizerBas
     return tokenizer
 
 
-def use_template(tokenizer: "PreTrainedTokenizerBase", path: str) -> None:
-    """Replace the tokenizer's own chat template by the Jinja file at `path`."""
+def is_template(text: str) -> bool:
+    """Whether a text is a chat template itself rather than the name of a file with one."""
+    return "{%" in text or "{{" in text
+
+
+def use_template(tokenizer: "PreTrainedTokenizerBase", given: str) -> None:
+    """Replace the tokenizer's own chat template by another, given as text or as a file's path.
+
+    Raises:
+        InputError: the file cannot be read or is empty, or this is no Jinja template.
+    """
+    from jinja2 import TemplateSyntaxError
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    text, name = given, "the chat template"
+    if not is_template(given):
+        name = f"the chat template file {given!r}"
+        try:
+            text = Path(given).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"{name} cannot be read: {error}") from error
+        if not text.strip():
+            raise InputError(f"{name} is empty")
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"the chat template file {path!r} cannot be read: {error}") from error
-    if not text.strip():
-        raise InputError(f"the chat template file {path!r} is empty")
+        render_jinja_template([], chat_template=text)
+    except TemplateSyntaxError as error:
+        raise InputError(f"{name} is no Jinja template: line {error.lineno}, {error}") from error
     tokenizer.chat_template = text
 
 

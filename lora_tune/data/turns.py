@@ -9,16 +9,17 @@ difference, and nothing else is trained: no string marker and no token id is eve
 Most templates render a longer conversation by appending, so all turns of a row share one
 rendering. Some do not: Qwen3 removes the reasoning of earlier turns once a new user message
 arrives, and gives the last turn an empty reasoning block. Then one rendering cannot hold every turn
-as served, and the row becomes the fewest renderings that do: walking back from the last turn, a
-turn joins a later rendering if its E is a prefix of that, and opens its own rendering if not. A row
-of a prefix-preserving template always stays one rendering.
+as served, and what happens is for the user to say (`Reasoning`). With "keep" and "drop" the row
+becomes the fewest renderings that do: walking back from the last turn, a turn joins a later
+rendering if its E is a prefix of that, and opens its own rendering if not. A row of a
+prefix-preserving template always stays one rendering.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from lora_tune.data.conversation import Message, says_something
+from lora_tune.data.conversation import Message
 from lora_tune.errors import InputError
 
 if TYPE_CHECKING:
@@ -26,6 +27,11 @@ if TYPE_CHECKING:
 
 Span = tuple[int, int]
 Tools = list[dict[str, Any]] | None
+Reasoning = Literal["keep", "drop", "last"] | None
+
+
+class RewrittenError(InputError):
+    """The template rewrites earlier turns, and nothing says what is to happen then."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +52,6 @@ class Template:
 
     def render(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
         """Render `messages`, with the generation prompt at the end if `prompt`."""
-        from jinja2 import TemplateError
-
         try:
             return str(
                 self.tokenizer.apply_chat_template(
@@ -57,25 +61,27 @@ class Template:
                     tokenize=False,
                 )
             )
-        except (TemplateError, TypeError, ValueError) as error:
+        except Exception as error:  # a template is a program of others and may raise anything
+            reason = str(error) or type(error).__name__
             raise InputError(
                 f"{self.where}: the chat template cannot render the first {len(messages)} messages "
-                f"({error}): change the row or give another template"
+                f"({reason}): change the row or give another template"
             ) from error
 
 
-def renderings(template: Template, messages: list[Message], *, first: int = 0) -> list[Rendering]:
-    """The fewest renderings that hold every assistant turn from message `first` on as served.
+def renderings(
+    template: Template, messages: list[Message], turns: Sequence[int], *, reasoning: Reasoning
+) -> tuple[list[Rendering], int]:
+    """The renderings that hold the assistant's `turns` (numbers of messages) as served.
 
-    Turns that say nothing are context only; without any other turn there is no rendering.
+    Returns them and the number of turns that the template writes differently later. With
+    `reasoning` "keep" and "drop" they are the fewest that hold every turn; with "last" there is
+    one, without the turns that it does not show as served.
+
+    Raises:
+        RewrittenError: there are such turns and `reasoning` is None.
+        InputError: the template cannot render the messages, or loses some of what they say.
     """
-    turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= first]
-    if not turns:
-        raise InputError(
-            f"{template.where}: there is no assistant message to train on, the roles are "
-            f"{', '.join(m['role'] for m in messages[first:])}"
-        )
-    turns = [i for i in turns if says_something(messages[i])]
     found: list[tuple[str, list[Span]]] = []
     for turn in reversed(turns):
         text, span = _served(template, messages, turn)
@@ -84,10 +90,30 @@ def renderings(template: Template, messages: list[Message], *, first: int = 0) -
                 spans.append(span)
                 break
         else:
+            if found and reasoning is None:
+                raise RewrittenError(_rewritten(template, turn, text, found[-1][0], span))
             found.append((text, [span]))
     if turns:
         _check_tools(template, messages[: turns[0]])
-    return [Rendering(text, tuple(reversed(spans))) for text, spans in reversed(found)]
+    rewritten = sum(len(spans) for _, spans in found[1:])
+    kept = found[:1] if reasoning == "last" else found
+    return [Rendering(text, tuple(reversed(spans))) for text, spans in reversed(kept)], rewritten
+
+
+def _rewritten(template: Template, turn: int, served: str, later: str, span: Span) -> str:
+    at = _first_difference(served, later)
+    at = span[0] if span[0] < at < span[0] + 20 else at  # the tag that differs, not half of it
+    return (
+        f"{template.where}, message {turn}: the chat template writes this assistant turn "
+        f"differently once the conversation goes on ({served[at : at + 40]!r} becomes "
+        f"{later[at : at + 40]!r}), so one sequence cannot hold every turn as it is served: set "
+        "data.reasoning to keep (a sequence for each form), drop (the same, without any "
+        "reasoning) or last (learn only the turns that the whole conversation shows as served)"
+    )
+
+
+def _first_difference(one: str, other: str) -> int:
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)
 
 
 def _served(template: Template, messages: list[Message], turn: int) -> tuple[str, Span]:
@@ -100,7 +126,7 @@ def _served(template: Template, messages: list[Message], turn: int) -> tuple[str
     before = template.render(messages[:turn], prompt=True)
     after = template.render(messages[: turn + 1])
     if not after.startswith(before):
-        at = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), 0)
+        at = _first_difference(before, after)
         raise InputError(
             f"{template.where}, message {turn}: the chat template renders what comes before this "
             f"assistant turn differently once the turn is there ({before[at : at + 40]!r} becomes "

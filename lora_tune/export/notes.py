@@ -30,9 +30,10 @@ def training_notes(run: Trained) -> str:
 def _lines(run: Trained) -> Iterator[str]:
     yield from ("## Training", "")
     yield f"- {run.step} steps with lora-tune"
-    for key, path in (("data", run.recipe.data.path), ("eval data", run.recipe.data.eval_path)):
-        if path is not None:
-            yield f"- {key}: {fingerprint(path)}"
+    for source in run.recipe.data.all_sources():
+        yield f"- data: {fingerprint(source.path)}"
+    if run.recipe.data.eval_path is not None:
+        yield f"- eval data: {fingerprint(run.recipe.data.eval_path)}"
     figures = _figures(run.folder / "metrics.jsonl", run.step or 0)
     if figures:
         yield from ("", "| figure | step | value |", "|---|---:|---:|")
@@ -41,12 +42,13 @@ def _lines(run: Trained) -> Iterator[str]:
     yield from ("", "```yaml", _recipe(run.recipe).rstrip(), "```")
 
 
-def fingerprint(path: str) -> str:
+def fingerprint(path: str | list[str]) -> str:
     """The name of data and, of local files, the SHA-256 of their bytes one after the other."""
+    shown = _public(path) if isinstance(path, str) else ", ".join(map(_public, path))
     try:
-        files = local_files(str(assets.resolve(path)))
+        files = local_files(assets.resolve_all(path))
     except InputError:
-        return f"`{_public(path)}`, no longer there"
+        return f"`{shown}`, no longer there"
     if files is None:
         return f"[{path}](https://huggingface.co/datasets/{path})"
     digest = hashlib.sha256()
@@ -54,7 +56,7 @@ def fingerprint(path: str) -> str:
         with file.open("rb") as content:
             while piece := content.read(1 << 20):
                 digest.update(piece)
-    return f"`{_public(path)}`, SHA-256 `{digest.hexdigest()}`"
+    return f"`{shown}`, SHA-256 `{digest.hexdigest()}`"
 
 
 def _figures(path: Path, last: int) -> dict[str, tuple[int, float]]:
@@ -89,7 +91,9 @@ def _recipe(recipe: schema.Recipe) -> str:
 def _plain(value: Any) -> Any:
     if isinstance(value, str):
         return _public(value)
-    return list(value) if isinstance(value, tuple) else value
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _public(text: str) -> str:

@@ -89,7 +89,7 @@ def overrides_of(recipe: Recipe) -> tuple[str, ...]:
 
 def load(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Reads a recipe, whose data need not be there: a plan does not read it."""
-    return recipes.load(recipe, [*overrides, "data.path=not-read"])
+    return recipes.load(recipe, [*overrides, "data.sources=[]", "data.path=not-read"])
 
 
 def plan(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from lora_tune import build, trained, words
+from lora_tune import build, build_data, trained, words
 from lora_tune.errors import InputError
 from lora_tune.hf.adapters import flat_arrays
 from lora_tune.hf.files import nbytes, read_json
@@ -254,8 +254,8 @@ def _rows(run: Trained) -> _Rows:
     fixed = np.random.default_rng(0).integers(0, size, (_ROWS, length))
     texts = []
     try:
-        tokenizer = build.make_tokenizer(run.recipe, run.source, size)
-        texts = [e.tokens[:length] for e in build.first_examples(run.recipe, tokenizer, _ROWS)]
+        tokenizer = build_data.make_tokenizer(run.recipe, run.source, size)
+        texts = [e.tokens[:length] for e in build_data.first_examples(run.recipe, tokenizer, _ROWS)]
     except InputError as error:
         print(f"the data's rows are left out: {error}", flush=True)
     tokens = np.zeros((_ROWS + len(texts), length), np.int32)

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from lora_tune.errors import InputError
-from lora_tune.recipe.schema import Mesh, Recipe
+from lora_tune.recipe.schema import Data, Mesh, Recipe
 
 _LIMITS: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
     (
@@ -85,7 +85,13 @@ def problems_of(recipe: Recipe) -> list[str]:
     out_of_range = list(_ranges(recipe))
     if out_of_range:
         return out_of_range
-    return [*_model_and_lora(recipe), *_schedule(recipe), *_batches(recipe), *_reports(recipe)]
+    return [
+        *_model_and_lora(recipe),
+        *_data(recipe.data),
+        *_schedule(recipe),
+        *_batches(recipe),
+        *_reports(recipe),
+    ]
 
 
 def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
@@ -125,6 +131,33 @@ def _model_and_lora(recipe: Recipe) -> Iterator[str]:
         recipe.lora.config()
     except InputError as error:
         yield str(error)
+
+
+def _data(data: Data) -> Iterator[str]:
+    if not data.assistant_only_loss:
+        for key in ("mask_history", "reasoning"):
+            if getattr(data, key):
+                yield f"data.{key} has no effect with data.assistant_only_loss: false; remove one"
+    if not data.sources:
+        if not data.path:
+            yield "data.path and data.sources are both empty; set one of them"
+        return
+    if data.path:
+        yield (
+            "data.path and data.sources are both set; set data.path to [] and make it one of the "
+            "sources"
+        )
+    for key, usual in (("split", "train"), ("subset", None), ("max_samples", None)):
+        if getattr(data, key) != usual:
+            yield f"data.{key} has no effect with data.sources; set it in the items of the list"
+    for i, source in enumerate(data.sources):
+        weight, rows = source.weight, source.max_samples
+        if weight is not None and not (math.isfinite(weight) and weight > 0):
+            yield f"data.sources[{i}].weight must be above 0, got {weight}"
+        if rows is not None and rows < 1:
+            yield f"data.sources[{i}].max_samples must be at least 1, got {rows}"
+    if len({source.weight is None for source in data.sources}) > 1:
+        yield "data.sources: some have a weight and some have none; give all of them one, or none"
 
 
 def _schedule(recipe: Recipe) -> Iterator[str]:

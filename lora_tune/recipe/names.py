@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from difflib import SequenceMatcher, get_close_matches
 from functools import cache
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from lora_tune.recipe.schema import Recipe
 
@@ -41,11 +41,20 @@ _FOREIGN: Mapping[str, str] = {
     "dataset": "data.path",
     "dataset_name": "data.path",
     "dataset_path": "data.path",
-    "datasets": "data.path",
+    "datasets": "data.sources",
+    "dataset_mixer": "data.sources",
+    "dataset_mixture": "data.sources",
+    "data_files": "data.path",
+    "interleave_probs": "data.sources",
+    "mixture": "data.sources",
+    "mix_strategy": "data.sources",
     "train_file": "data.path",
     "eval_dataset": "data.eval_path",
     "test_datasets": "data.eval_path",
+    "test_size": "data.eval_path",
     "val_dataset": "data.eval_path",
+    "val_set_size": "data.eval_path",
+    "val_size": "data.eval_path",
     "validation_file": "data.eval_path",
     "cutoff_len": "data.max_length",
     "max_seq_len": "data.max_length",
@@ -62,7 +71,16 @@ _FOREIGN: Mapping[str, str] = {
     "sample_packing": "data.packing",
     "excess_length_strategy": "data.truncation_strategy",
     "truncation_mode": "data.truncation_strategy",
+    "masking_strategy": "data.assistant_only_loss",
+    "roles_to_train": "data.assistant_only_loss",
     "train_on_inputs": "data.assistant_only_loss",
+    "train_on_last_turn": "data.mask_history",
+    "enable_thinking": "data.reasoning",
+    "split_thinking": "data.reasoning",
+    "dataset_text_field": "data.columns",
+    "field_messages": "data.columns",
+    "column_mapping": "data.columns",
+    "dataset_type": "data.format",
     "train_on_prompt": "data.assistant_only_loss",
     "train_on_responses_only": "data.assistant_only_loss",
     "max_train_samples": "data.max_samples",
@@ -116,8 +134,26 @@ _FOREIGN: Mapping[str, str] = {
     "per_device_eval_batch_size": "eval.batch_size",
 }
 
+# The same for the keys of an item of `data.sources`.
+_FOREIGN_IN_SOURCES: Mapping[str, str] = {
+    "config": "subset",
+    "data_files": "path",
+    "dataset": "path",
+    "fraction": "weight",
+    "limit": "max_samples",
+    "num_samples": "max_samples",
+    "prob": "weight",
+    "probability": "weight",
+    "proportion": "weight",
+    "type": "format",
+}
+
 # What differs besides the name, said once where people lose time over it.
 _MEANINGS: Mapping[str, str] = {
+    "data.sources": "a list of {path: …, weight: …}; data.path names a single one",
+    "data.eval_path": "a file of held-out rows of its own",
+    "data.reasoning": "keep, drop or last",
+    "data.columns": "our column name to the file's, as in {messages: talk}",
     "data.assistant_only_loss": "true learns only what the assistant says",
     "lora.target_modules": "a list of module names, a regular expression or `all-linear`",
     "model.remat": "full, dots, save_attention, none or offload",
@@ -126,8 +162,16 @@ _MEANINGS: Mapping[str, str] = {
 }
 
 
+def item_of(hint: Any) -> type | None:
+    """Return the section class of a list of sections (`list[Source]` -> `Source`), or None."""
+    item = get_args(hint)[0] if get_origin(hint) is list else None
+    return item if isinstance(item, type) and is_dataclass(item) else None
+
+
 def section_of(hint: Any) -> type | None:
     """Return the section class in a field's type (`Lora | None` -> `Lora`), or None for a value."""
+    if item_of(hint) is not None:
+        return None
     parts = (hint, *get_args(hint))
     return next((part for part in parts if isinstance(part, type) and is_dataclass(part)), None)
 
@@ -185,3 +229,11 @@ def unknown(key: str) -> str:
     known = [full for full in leaves() if full.startswith(section)]
     known = known or list(get_type_hints(Recipe))
     return f"unknown key {key!r}: expected one of {', '.join(known)}"
+
+
+def unknown_in(place: str, name: str, keys: Mapping[str, Any]) -> str:
+    """Return one sentence about an unknown key of an item of a list, with a suggestion."""
+    close = get_close_matches(name.lower(), keys, n=1)
+    ours = _FOREIGN_IN_SOURCES.get(name.lower()) or next(iter(close), None)
+    hint = f"did you mean {ours!r}?" if ours else f"expected one of {', '.join(keys)}"
+    return f"unknown key '{place}.{name}': {hint}"

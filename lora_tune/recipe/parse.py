@@ -57,6 +57,8 @@ def load(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
             problems.append(said)
             doubted.add(key if key in known() else meant(key) or key)
     _follow_lora(settings)
+    if settings.get("data.sources") and settings.get("data.path", MISSING) == MISSING:
+        settings["data.path"] = []
     absent = _required(settings)
     required = "is required; set it in the recipe or as {}=… on the command line"
     follows = [f"{key} {required.format(key)}" for key in absent]

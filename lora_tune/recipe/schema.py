@@ -36,7 +36,7 @@ class Model:
     param_scan_axis: int = 0
     """Position of the stack axes in the weights of scanned layers."""
     chat_template: str | None = None
-    """Jinja file used instead of the tokenizer's own chat template."""
+    """Jinja file, or its text, used instead of the tokenizer's own chat template."""
 
 
 @dataclass(frozen=True)
@@ -73,24 +73,55 @@ class Lora:
         return LoraConfig(**{entry.name: getattr(self, entry.name) for entry in fields(LoraConfig)})
 
 
+Format = Literal["auto", "messages", "sharegpt", "prompt_completion", "alpaca", "text"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """One of several sources of rows: an item of `data.sources`."""
+
+    path: list[str] | str = MISSING
+    """As `data.path`."""
+    weight: float | None = None
+    """Part of an epoch's examples, in proportion to the other sources; null, for all of them,
+    takes every example once."""
+    name: str | None = None
+    """What reports call it; null takes the path."""
+    split: str = "train"
+    """Split of a hub dataset."""
+    subset: str | None = None
+    """Configuration of a hub dataset that has several."""
+    max_samples: int | None = None
+    """Use only the first rows; null means all."""
+    format: Format | None = None
+    """As `data.format`, which null takes."""
+    columns: dict[str, str] | None = None
+    """As `data.columns`, which null takes."""
+
+
 @dataclass(frozen=True)
 class Data:
     """The rows to learn from, and how they become token sequences."""
 
-    path: str = MISSING
-    """JSONL or Parquet file, hub dataset id, or `lora_tune:FILE` for a shipped one."""
+    path: list[str] | str = MISSING
+    """JSONL, JSON, CSV or Parquet file, a pattern, a list of these, a hub dataset id, or
+    `lora_tune:FILE` for a shipped one. Short for one source without options."""
+    sources: list[Source] = field(default_factory=list)
+    """Several sources in place of `path` (which is [] then), each with its options."""
     split: str = "train"
     """Split of a hub dataset to train on."""
     subset: str | None = None
     """Configuration of a hub dataset that has several."""
     columns: dict[str, str] = field(default_factory=dict)
-    """Our column name -> the file's, where it differs, as in `{messages: conversations}`."""
-    eval_path: str | None = None
+    """Our column name -> the file's, where it differs, as in `{messages: talk}`."""
+    eval_path: list[str] | str | None = None
     """Held-out rows, in the forms of `path`; null means no evaluation."""
     eval_split: str = "train"
     """Split of `eval_path` when that is a hub dataset."""
-    format: Literal["auto", "messages", "prompt_completion", "text"] = "auto"
-    """Columns to read; `auto` decides by the columns that are there."""
+    format: Format = "auto"
+    """Columns to read; `auto` decides by the columns that are there. See `docs/data.md`."""
+    on_bad_row: Literal["stop", "drop"] = "stop"
+    """`drop` leaves malformed rows out and counts them, in place of ending the run."""
     max_length: int = 2048
     """Tokens in a training sequence; with packing also the length every sequence is filled to."""
     packing: bool = True
@@ -101,12 +132,27 @@ class Data:
     """In `messages` rows, learn only what the assistant says."""
     completion_only_loss: bool = True
     """In `prompt`/`completion` rows, learn only the completion."""
-    train_on_eos: bool = True
-    """Learn the end-of-turn token as well, so that the model stops."""
+    mask_history: bool = False
+    """Learn only what the assistant says after the user's last message."""
+    train_on_eos: Literal["turn", "last", "all", "none"] = "turn"
+    """End-of-turn tokens to learn, so that the model stops: those of learned turns, only the last
+    of them, also those of other roles, or none."""
+    reasoning: Literal["keep", "drop", "last"] | None = None
+    """What to do if the chat template writes earlier turns differently once a conversation goes on,
+    as those do that remove reasoning: `keep` every turn as it is served, in as many sequences as
+    that takes, `drop` reasoning and do the same, or learn only the `last` ones. Null stops."""
     shuffle: bool = True
     """New order every epoch, decided by `train.seed`."""
     max_samples: int | None = None
     """Use only the first rows of `path`; null means all."""
+
+    def all_sources(self) -> list[Source]:
+        """Return the sources, with `path` as the one there is otherwise."""
+        if self.sources:
+            return self.sources
+        return [
+            Source(self.path, split=self.split, subset=self.subset, max_samples=self.max_samples)
+        ]
 
 
 @dataclass(frozen=True)

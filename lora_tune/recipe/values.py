@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from omegaconf import MISSING
 
-from lora_tune.recipe.names import leaves, section_of
+from lora_tune.recipe.names import item_of, leaves, section_of, unknown_in
 from lora_tune.recipe.schema import Recipe
 
 # The one form of interpolation that recipes have. Others (`${name:argument}`) run code.
@@ -26,7 +26,10 @@ def known() -> Mapping[str, Any]:
 
 def bad_value(key: str, value: Any) -> str | None:
     """Return what is wrong with the value of a known key, or None."""
-    hint = known()[key]
+    return _bad(key, known()[key], value)
+
+
+def _bad(key: str, hint: Any, value: Any) -> str | None:
     if any("${" in _REFERENCE.sub("", text) for text in _texts(value)):
         return f"{key} {ONLY_REFERENCES}, got {shown(value)}"
     if _is_meant_as_null(hint, value):
@@ -38,9 +41,28 @@ def bad_value(key: str, value: Any) -> str | None:
             return f"{key} is an empty text{instead}"
         if "\0" in value:
             return f"{key} holds a NUL character, which no name has, got {shown(value)}"
+    item = item_of(hint)
+    if item is not None and isinstance(value, list):
+        said = (_bad_item(f"{key}[{i}]", item, each) for i, each in enumerate(value))
+        return next((problem for problem in said if problem), None)
     if _fits(hint, value):
         return None
     return f"{key} must be {described(hint)}, got {shown(value)}{_advice(hint, value)}"
+
+
+def _bad_item(place: str, item: type, value: Any) -> str | None:
+    """What is wrong with one item of a list of sections, or None."""
+    hints = get_type_hints(item)
+    if not isinstance(value, dict):
+        return f"{place} must be a mapping with the keys {', '.join(hints)}, got {shown(value)}"
+    for name, each in value.items():
+        if name not in hints:
+            return unknown_in(place, name, hints)
+        if said := _bad(f"{place}.{name}", hints[name], each):
+            return said
+    needed = [name for name in hints if item.__dataclass_fields__[name].default == MISSING]
+    absent = next((name for name in needed if value.get(name, MISSING) == MISSING), None)
+    return None if absent is None else f"{place}.{absent} is required; set it in that item"
 
 
 def shown(value: Any) -> str:
@@ -64,7 +86,9 @@ def described(hint: Any) -> str:
     """Return a type of the schema in words."""
     if hint in _NAMES:
         return _NAMES[hint]
-    section = section_of(hint)
+    item, section = item_of(hint), section_of(hint)
+    if item is not None:
+        return f"a list of mappings with the keys {', '.join(item.__dataclass_fields__)}"
     if section is not None:
         return f"a section with the keys {', '.join(section.__dataclass_fields__)}"
     arguments = get_args(hint)

@@ -20,6 +20,7 @@ from lora_tune import (
     LoraConfig,
     add_lora,
     build,
+    build_data,
     load_adapter,
     load_model,
     save_adapter,
@@ -302,8 +303,8 @@ def evaluation_of(recipe: Path, *overrides: str) -> dict[str, float]:
     loaded = recipes.load(str(recipe), ["output_dir=unused", *overrides])
     source = build.find_source(loaded.model.path)
     model = build.make_model(loaded, source, None)
-    tokenizer = build.make_tokenizer(loaded, source, model.config.vocab_size)
-    data, split = build.make_data(loaded, tokenizer), split_model(model)
+    tokenizer = build_data.make_tokenizer(loaded, source, model.config.vocab_size)
+    data, split = build_data.make_data(loaded, tokenizer), split_model(model)
     evaluate = build.make_evaluation(loaded, split, data.held_out, None)
     return evaluate(split.trainable, split.frozen)
 

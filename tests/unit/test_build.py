@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hf_cases import CONFIG, write_folder
 
-from lora_tune import build, recipe
+from lora_tune import build, build_data, recipe
 from lora_tune.errors import InputError
 from lora_tune.models.decoder import DecoderOptions
 
@@ -100,10 +100,10 @@ def test_a_tokenizer_and_a_template_are_named_by_their_keys(tmp_path):
     folder = write_folder(tmp_path / "model", {"x": np.zeros(1, np.float32)})
     source = build.find_source(str(folder))
     with pytest.raises(InputError, match=r"^model\.path: no tokenizer can be loaded"):
-        build.make_tokenizer(loaded(folder), source, 40)
+        build_data.make_tokenizer(loaded(folder), source, 40)
     shipped = build.find_source("lora_tune:tiny-qwen3-next")
     with pytest.raises(InputError, match=r"^model\.chat_template: .*absent\.jinja"):
-        build.make_tokenizer(loaded(folder, "model.chat_template=absent.jinja"), shipped, 1024)
+        build_data.make_tokenizer(loaded(folder, "model.chat_template=absent.jinja"), shipped, 1024)
 
 
 def test_the_fingerprint_has_the_keys_of_the_recipe(tmp_path):

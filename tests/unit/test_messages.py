@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
+import pickle
 
 import numpy as np
 import pytest
 from chat_tokenizers import CHATML_TEMPLATE, llama, qwen
 
 from lora_tune.data import conversation, tokenizer
-from lora_tune.data.messages import Encoded, encode, preview
+from lora_tune.data.messages import Encoded, Encoder, encode, preview
 from lora_tune.errors import InputError
 
 
@@ -62,6 +63,7 @@ def test_qwen3_multi_turn_with_reasoning_trains_each_turn_as_it_is_served():
             assistant("3", reasoning_content="two and one"),
         ],
         tok,
+        reasoning="keep",
     )
     first = "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
     assert shown(encoded, tok) == [
@@ -123,6 +125,7 @@ def test_qwen3_tool_chain_before_a_new_question_keeps_its_reasoning_in_its_own_r
             assistant("B", reasoning_content="r3"),
         ],
         tok,
+        reasoning="keep",
     )
     trained = [[text for text, on in pieces if on] for pieces in shown(encoded, tok)]
     assert [len(t) for t in trained] == [2, 1]
@@ -164,12 +167,116 @@ def test_turn_end_is_trained_even_if_it_is_the_padding_token():
     assert example.mask[ends].tolist() == [False, True]
 
 
-def test_train_on_eos_false_leaves_out_only_the_turn_end():
+@pytest.mark.parametrize(
+    ("which", "trained"),
+    [
+        ("turn", ["b<|im_end|>", "d<|im_end|>"]),
+        ("last", ["b", "d<|im_end|>"]),
+        ("none", ["b", "d"]),
+        ("all", ["<|im_end|>", "b<|im_end|>", "<|im_end|>", "d<|im_end|>"]),
+    ],
+)
+def test_train_on_eos_says_which_turn_ends_are_learned(which, trained):
     tok = qwen(CHATML_TEMPLATE)
     messages = [user("a"), assistant("b"), user("c"), assistant("d")]
-    (on,), (off,) = (chat(messages, tok, train_on_eos=flag).examples for flag in (True, False))
-    assert tok.decode(on.tokens[on.mask & ~off.mask]) == "<|im_end|><|im_end|>"
-    assert tok.decode(off.tokens[off.mask]) == "bd"
+    (pieces,) = shown(chat(messages, tok, train_on_eos=which), tok)
+    assert [text for text, on in pieces if on] == trained
+    plain = encode({"text": "ab"}, tok, format="text", max_length=9, train_on_eos=which)
+    assert plain.examples[0].mask.tolist() == [True, True, which != "none"]
+
+
+def test_mask_history_learns_what_follows_the_last_question():
+    tok = qwen()
+    messages = [
+        user("a?"),
+        assistant("A"),
+        user("b?"),
+        assistant("", reasoning_content="r", tool_calls=[call("f", {})]),
+        {"role": "tool", "content": "x"},
+        assistant("B"),
+    ]
+    (pieces,) = shown(chat(messages, tok, mask_history=True), tok)
+    assert [text for text, on in pieces if on] == [
+        '<think>\nr\n</think>\n\n<tool_call>\n{"name": "f", "arguments": {}}\n'
+        "</tool_call><|im_end|>",
+        "<think>\n\n</think>\n\nB<|im_end|>",
+    ]
+
+
+@pytest.mark.parametrize(("field", "no", "yes"), [("weight", 0, 1), ("train", False, True)])
+def test_a_message_of_weight_zero_is_context(field, no, yes):
+    tok = qwen(CHATML_TEMPLATE)
+    turns = [user("a"), assistant("b", **{field: no}), user("c"), assistant("d", **{field: yes})]
+    (pieces,) = shown(chat(turns, tok), tok)
+    assert [text for text, on in pieces if on] == ["d<|im_end|>"]
+    encoded = chat(turns[:2], tok)
+    assert (encoded.examples, encoded.drops[0].reason) == ((), "every answer has weight 0")
+    with pytest.raises(InputError, match=r"weight 0.*assistant_only_loss: false"):
+        chat(turns, tok, assistant_only_loss=False)
+
+
+# A template that rewrites earlier turns: what is to happen is for the user to say.
+
+THOUGHTS = [
+    user("1+1?"),
+    assistant("2", reasoning_content="one and one"),
+    user("and 1?"),
+    assistant("3", reasoning_content="two and one"),
+]
+
+
+def test_a_template_that_rewrites_earlier_turns_is_an_error_until_the_user_chooses():
+    with pytest.raises(InputError) as error:
+        chat(THOUGHTS, qwen())
+    said = str(error.value)
+    assert said.startswith("f.jsonl:7, message 1: the chat template writes this assistant turn")
+    assert r"('<think>\none and one\n</think>\n\n2<|im_end|' becomes '2<|im_end|>\n<|im_" in said
+    assert "data.reasoning to keep" in said
+
+
+def test_reasoning_last_learns_the_turns_that_the_whole_conversation_shows_as_served():
+    tok = qwen()
+    encoded = chat(THOUGHTS, tok, reasoning="last")
+    assert [[text for text, on in pieces if on] for pieces in shown(encoded, tok)] == [
+        ["<think>\ntwo and one\n</think>\n\n3<|im_end|>"]
+    ]
+    assert encoded.rewritten == 1
+
+
+def test_reasoning_drop_takes_it_out_of_field_and_text():
+    tok = qwen(CHATML_TEMPLATE)
+    turns = [user("a"), assistant("<think>\nwhy\n</think>\n\nb", reasoning="so")]
+    (pieces,) = shown(chat(turns, tok, reasoning="drop"), tok)
+    assert [text for text, on in pieces if on] == ["b<|im_end|>"]
+    encoded = chat(THOUGHTS, qwen(), reasoning="drop")
+    assert [[text for text, on in pieces if on] for pieces in shown(encoded, tok)] == [
+        ["<think>\n\n</think>\n\n2<|im_end|>"],
+        ["<think>\n\n</think>\n\n3<|im_end|>"],
+    ]
+
+
+def test_a_template_that_appends_needs_no_choice():
+    tok = qwen(CHATML_TEMPLATE)
+    messages = [user("a"), assistant("b"), user("c"), assistant("d")]
+    for reasoning in (None, "keep", "drop", "last"):
+        encoded = chat(messages, tok, reasoning=reasoning)
+        assert (len(encoded.examples), encoded.rewritten) == (1, 0)
+        assert tok.decode(encoded.examples[0].tokens[encoded.examples[0].mask]) == (
+            "b<|im_end|>d<|im_end|>"
+        )
+
+
+def test_an_encoder_runs_in_another_process():
+    """A pure function of the row: a copy that went through pickle gives the same tokens."""
+    encoder = Encoder(qwen(), format="messages", max_length=64, reasoning="keep")
+    row = {"messages": THOUGHTS}
+    before = encoder(row, where="r")
+    again = pickle.loads(pickle.dumps(encoder))(row, where="r")
+    assert [e.tokens.tolist() for e in again.examples] == [
+        e.tokens.tolist() for e in before.examples
+    ]
+    assert [e.mask.tolist() for e in again.examples] == [e.mask.tolist() for e in before.examples]
+    assert row == {"messages": THOUGHTS}
 
 
 def test_template_begin_token_is_not_doubled():
@@ -334,9 +441,63 @@ def test_messages_of_sharegpt_are_messages():
         user("r"),
         assistant("b"),
     ]
-    assert chat(theirs, qwen()).examples[0].tokens.tolist() == (
-        chat(ours, qwen()).examples[0].tokens.tolist()
+    assert chat(theirs, qwen(), reasoning="last").examples[0].tokens.tolist() == (
+        chat(ours, qwen(), reasoning="last").examples[0].tokens.tolist()
     )
+
+
+def test_tool_turns_of_sharegpt_are_calls_and_responses():
+    tok = qwen()
+    theirs = [
+        {"from": "human", "value": "q"},
+        {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
+        {"from": "observation", "value": "r"},
+        {"from": "gpt", "value": "a"},
+    ]
+    ours = [
+        user("q"),
+        assistant(None, tool_calls=[call("f", {"x": 1})]),
+        {"role": "tool", "content": "r"},
+        assistant("a"),
+    ]
+    row = {"conversations": theirs, "system": "s", "tools": None}
+    got = encode(row, tok, format="sharegpt", max_length=999, reasoning="keep")
+    expected = chat([{"role": "system", "content": "s"}, *ours], tok, reasoning="keep")
+    assert shown(got, tok) == shown(expected, tok)
+    assert '{"name": "f", "arguments": {"x": 1}}' in shown(got, tok)[0][1][0]
+    earlier = [
+        user("q"),
+        {"role": "assistant", "function_call": {"name": "f", "arguments": '{"x": 1}'}},
+        {"role": "function", "name": "f", "content": "r"},
+        assistant("a"),
+    ]
+    assert conversation.messages(earlier, where="r")[1:3] == [
+        {"role": "assistant", "content": "", "tool_calls": [call("f", {"x": 1})]},
+        {"role": "tool", "name": "f", "content": "r"},
+    ]
+
+
+def test_messages_may_be_json_text():
+    messages = [user("a"), assistant("b")]
+    assert conversation.messages(json.dumps(messages), where="r") == messages
+
+
+@pytest.mark.parametrize(
+    ("row", "asked"),
+    [
+        ({"instruction": "Add.", "input": "1 1", "output": "2"}, "Add.\n\n1 1"),
+        ({"instruction": "Add.", "input": "", "output": "2"}, "Add."),
+        ({"instruction": "Add.", "output": "2", "system": "Sum"}, "Add."),
+    ],
+)
+def test_alpaca_is_a_question_and_its_answer(row, asked):
+    tok = qwen(CHATML_TEMPLATE)
+    (pieces,) = shown(encode(row, tok, format="alpaca", max_length=999), tok)
+    system = "<|im_start|>system\nSum<|im_end|>" if "system" in row else ""
+    assert pieces == [
+        (f"{system}<|im_start|>user\n{asked}<|im_end|><|im_start|>assistant\n", False),
+        ("2<|im_end|>", True),
+    ]
 
 
 # Bad input: each error names the row.
@@ -348,13 +509,19 @@ def test_messages_of_sharegpt_are_messages():
         ([user("a")], "no assistant message to train on"),
         ([assistant("a")], "starts with an assistant message"),
         ([], "non-empty list of messages"),
-        ("hi", "non-empty list of messages"),
+        (7, "non-empty list of messages"),
         ([{"human": "x"}], "`role` and `content`"),
         (
-            [{"from": "observation", "value": "x"}],
-            "'observation' is unknown, expected one of system",
+            [{"from": "narrator", "value": "x"}],
+            "'narrator' is unknown, expected one of system",
         ),
         ([{"from": "human"}], "has no `content`"),
+        ([{"from": "function_call", "value": "{"}], "`function_call` is not valid JSON"),
+        ([user("a"), assistant("b", weight=0.5)], "`weight` must be 0 or 1"),
+        ([user("a"), assistant("b", train="no")], "`train` must be 0 or 1"),
+        ([user("a"), assistant("b", train=True, weight=0)], "say different things"),
+        ([user("a"), assistant("b", thinking=["x"])], "`thinking` must be a string"),
+        ('[{"role": ', "`messages` is not valid JSON"),
         ([{"role": "human", "content": "x"}], "role 'human' is unknown"),
         ([{"role": "user"}], "has no `content`"),
         ([{"role": "user", "content": {"a": 1}}], "must be a string"),

@@ -9,7 +9,15 @@ from chat_tokenizers import CHATML_TEMPLATE, qwen
 
 from lora_tune.data import batch, sources
 from lora_tune.data.messages import Encoder, Example
-from lora_tune.data.pipeline import DataReport, Dataset, Examples, encode_rows, eval_batches
+from lora_tune.data.pipeline import (
+    BAD_ROW,
+    DataReport,
+    Dataset,
+    Examples,
+    encode_rows,
+    eval_batches,
+    join,
+)
 from lora_tune.errors import InputError
 
 
@@ -147,6 +155,64 @@ def test_packing_efficiency_is_the_share_of_positions_that_hold_tokens():
     examples = documents([8, 8, 8, 4])
     assert dataset(examples).report.packing_efficiency == 28 / 32
     assert dataset(examples, packing=False).report.packing_efficiency == 28 / 64
+
+
+# Several sources.
+
+
+def text_examples(tmp_path, name, texts, **options):
+    path = write(tmp_path / f"{name}.jsonl", [{"text": text} for text in texts])
+    encoder = Encoder(qwen(None), format="text", max_length=16)
+    return encode_rows(sources.read(path), encoder, name=name, **options)
+
+
+def test_joined_sources_keep_examples_and_counts(tmp_path):
+    parts = [text_examples(tmp_path, "a", ["x", "yy" * 20]), text_examples(tmp_path, "b", ["z"])]
+    whole = join(parts)
+    singles = [part[i] for part in parts for i in range(len(part))]
+    assert [whole[i].tokens.tolist() for i in range(3)] == [e.tokens.tolist() for e in singles]
+    assert [whole[i].mask.tolist() for i in range(3)] == [e.mask.tolist() for e in singles]
+    assert whole.rows.tolist() == [0, 1, 0]
+    assert [(r.source, r.rows, r.examples) for r in whole.sources] == [("a", 2, 2), ("b", 1, 1)]
+    report = whole.report
+    assert report.trained_tokens == sum(e.trained_tokens for e in singles)
+    assert report.all_trained_tokens == report.trained_tokens + report.lost_trained_tokens
+    assert (report.rows, report.truncated) == (3, 1)
+
+
+def test_a_mixture_takes_its_shares_and_resumes(tmp_path):
+    whole = join([text_examples(tmp_path, "a", "abcdef"), text_examples(tmp_path, "b", "gh")])
+    data = dataset(whole, packing=False, batch_size=1, weights=[1, 3])
+    ids = [data.example_ids(step)[0][0] for step in range(data.steps(3))]
+    assert Counter(i >= 6 for i in ids) == {False: 6, True: 18}
+    assert Counter(ids)[0] == 1  # three epochs of two examples each: every one of six once
+    again = dataset(whole, packing=False, batch_size=1, weights=[1, 3])
+    assert [again.example_ids(step)[0][0] for step in range(9, 24)] == ids[9:]
+    with pytest.raises(InputError, match=r"mixture was \[6, 2\] by \[1, 3\], is None"):
+        dataset(whole, packing=False, batch_size=1).check(data.position(3))
+
+
+def test_malformed_rows_are_dropped_and_counted_if_that_is_asked_for(tmp_path):
+    rows = [{"text": "a"}, {"text": 3}, {"id": 1}, {"text": "b"}]
+    path = write(tmp_path / "a.jsonl", rows)
+    encoder = Encoder(qwen(None), format="text", max_length=16)
+    examples = encode_rows(
+        sources.read(path, drop_bad_rows=True), encoder, name="a", drop_bad_rows=True
+    )
+    assert len(examples) == 2
+    assert examples.report.drops == {BAD_ROW: 2}
+    assert [said.split(": ")[0] for said in examples.report.bad_rows] == [f"{path}:3", f"{path}:2"]
+    with pytest.raises(InputError, match=r"b\.jsonl:2: `text` must be a string"):
+        encode_rows(sources.read(write(tmp_path / "b.jsonl", rows[:2])), encoder)
+
+
+def test_a_choice_that_is_missing_is_never_a_dropped_row(tmp_path):
+    turns = [(role, f"{i}") for i in range(2) for role in ("user", "assistant")]
+    row = {"messages": [{"role": role, "content": text} for role, text in turns]}
+    path = write(tmp_path / "a.jsonl", [row])
+    encoder = Encoder(qwen(), format="messages", max_length=64)
+    with pytest.raises(InputError, match=r"set data\.reasoning to keep"):
+        encode_rows(sources.read(path), encoder, drop_bad_rows=True)
 
 
 # Order and resuming.

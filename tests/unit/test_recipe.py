@@ -157,8 +157,8 @@ def test_a_key_like_nothing_lists_what_there_is(smallest: str) -> None:
         ("lora.r=", "lora.r must be an integer, got null"),
         ("data.packing=1", "data.packing must be true or false, got 1"),
         ("optim.learning_rate=[1]", "optim.learning_rate must be a number, got [1]"),
-        ("data.path=no", "data.path must be text, got false; put it in quotes"),
-        ("data.path={a: b}", "data.path must be text, got {'a': 'b'}"),
+        ("data.path=no", "data.path must be a list of texts or text, got false; put it in quotes"),
+        ("data.path={a: b}", "data.path must be a list of texts or text, got {'a': 'b'}"),
         ("model.revision=123", "model.revision must be text or null, got 123; put it in quotes"),
         ("train.max_steps=1e3", "must be an integer or null, got 1000.0; write 1000"),
         ("optim.learning_rate='2e-4'", "got '2e-4'; write 2e-4 without quotes"),
@@ -176,7 +176,10 @@ def test_a_key_like_nothing_lists_what_there_is(smallest: str) -> None:
         ),
         ('output_dir="a\\0b"', "output_dir holds a NUL character"),
         ("model.dtype=float23", "bfloat16 or float32, got 'float23'; did you mean float32?"),
-        ("data.format=chat", "auto or messages or prompt_completion or text, got 'chat'"),
+        (
+            "data.format=chat",
+            "auto or messages or sharegpt or prompt_completion or alpaca or text, got 'chat'",
+        ),
         ("lora.target_modules=[1]", "lora.target_modules must be a list of texts or text, got [1]"),
         ("lora.layers_to_transform=[a]", "lora.layers_to_transform must be a list of integers"),
         ("lora.rank_pattern={q: a}", "lora.rank_pattern must be a mapping to integers"),
@@ -496,3 +499,54 @@ def test_the_lora_section_covers_the_lora_config() -> None:
     assert ours - adapter == {"seed", "adapter_path"}
     assert adapter <= ours
     assert recipe.Lora(r=3, use_rslora=True).config().r == 3
+
+
+SOURCES = "data.sources=[{path: a.jsonl, weight: 2}, {path: [b.csv, c.csv], name: b, weight: 1}]"
+
+
+def test_sources_stand_in_place_of_a_path(smallest: str) -> None:
+    loaded = recipe.load(smallest, ["data.path=[]", SOURCES]).data
+    first, second = loaded.all_sources()
+    assert (first.path, first.weight, second.path, second.name) == (
+        "a.jsonl",
+        2,
+        ["b.csv", "c.csv"],
+        "b",
+    )
+    short = recipe.load(smallest, ["data.split=test", "data.max_samples=3"]).data.all_sources()
+    assert short == [recipe.schema.Source("rows.jsonl", split="test", max_samples=3)]
+    assert recipe.load(smallest, ["data.path=???", SOURCES]).data == loaded
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([SOURCES], "data.path and data.sources are both set"),
+        (["data.path=[]"], "data.path and data.sources are both empty"),
+        (["data.path=[]", SOURCES, "data.max_samples=3"], "data.max_samples has no effect with"),
+        (["data.path=[]", "data.sources=[a]"], "data.sources[0] must be a mapping with the keys"),
+        (["data.path=[]", "data.sources={path: a}"], "data.sources must be a list of mappings"),
+        (["data.path=[]", "data.sources=[{path: 3}]"], "data.sources[0].path must be a list of"),
+        (["data.path=[]", "data.sources=[{weight: 3}]"], "data.sources[0].path is required"),
+        (
+            ["data.path=[]", "data.sources=[{path: a, limit: 3}]"],
+            "unknown key 'data.sources[0].limit': did you mean 'max_samples'?",
+        ),
+        (
+            ["data.path=[]", "data.sources=[{path: a, weight: 0}]"],
+            "data.sources[0].weight must be above 0, got 0",
+        ),
+        (
+            ["data.path=[]", "data.sources=[{path: a, weight: 1}, {path: b}]"],
+            "some have a weight and some have none",
+        ),
+        (["datasets=[{path: a}]"], "did you mean 'data.sources'? (a list of {path: …, weight: …}"),
+        (["dataset_name=a"], "did you mean 'data.path'?"),
+        (
+            ["data.assistant_only_loss=false", "data.reasoning=keep"],
+            "data.reasoning has no effect with data.assistant_only_loss: false",
+        ),
+    ],
+)
+def test_sources_that_cannot_be(smallest: str, overrides: list[str], said: str) -> None:
+    assert said in complaint(smallest, *overrides)

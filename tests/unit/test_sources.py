@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import gzip
 import json
 
 import pyarrow
@@ -50,6 +51,7 @@ def test_a_glob_reads_files_in_order(tmp_path):
     [
         (CHAT | {"prompt": "x", "completion": "y"}, "messages"),
         ({"prompt": "x", "completion": "y", "text": "z"}, "prompt_completion"),
+        ({"instruction": "x", "output": "y", "input": "z"}, "alpaca"),
         (TEXT, "text"),
     ],
 )
@@ -59,11 +61,11 @@ def test_the_format_follows_from_the_columns(tmp_path, fields, format):
     assert sources.read(write(tmp_path / "b.jsonl", fields | TEXT), format="text").format == "text"
 
 
-def test_conversations_of_sharegpt_are_messages(tmp_path):
+def test_conversations_of_sharegpt_are_known(tmp_path):
     turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
     rows = sources.read(write(tmp_path / "a.jsonl", {"conversations": turns, "id": 1}))
-    assert rows.format == "messages"
-    assert [fields for _, fields in rows] == [{"messages": turns, "id": 1}]
+    assert rows.format == "sharegpt"
+    assert [fields for _, fields in rows] == [{"conversations": turns, "id": 1}]
     rows = sources.read(write(tmp_path / "b.jsonl", {"conversations": "talk", "text": "x"}))
     assert rows.format == "text"
 
@@ -124,8 +126,10 @@ def test_hub_ids_go_through_datasets(monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     rows = sources.read("owner/name", split="test", subset="en")
-    assert calls == [(("owner/name", "en"), {"split": "test"})]
+    assert calls == [(("owner/name", "en"), {"split": "test", "streaming": False})]
     assert list(rows)[1] == ("owner/name[test] row 1", TEXT)
+    assert len(sources.read("owner/name", max_samples=1)) == 1
+    assert calls[-1][1]["streaming"]  # no more is fetched than is used
 
 
 def test_a_hub_id_that_is_not_found_is_an_error(monkeypatch):
@@ -139,7 +143,67 @@ def test_a_hub_id_that_is_not_found_is_an_error(monkeypatch):
         sources.read("owner/name")
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.jsonl.gz", '{"text": "é"}\n{"text": "b\\n, \\"c\\""}\n'),
+        ("a.json.gz", '[{"text": "é"}, {"text": "b\\n, \\"c\\""}]'),
+        ("a.json", '{"version": 2, "data": [{"text": "é"}, {"text": "b\\n, \\"c\\""}]}'),
+        ("a.json", '{\n "rows": [\n{"text": "é"}, {"text": "b\\n, \\"c\\""}]}'),
+        ("a.csv", '\ufefftext\r\né\r\n\r\n"b\n, ""c"""\r\n'),
+        ("a.csv.gz", 'text\né\n"b\n, ""c"""'),
+        ("a.tsv", 'text\né\n"b\n, ""c"""'),
+    ],
+)
+def test_every_kind_of_file_gives_the_same_rows(tmp_path, name, text):
+    data = text.encode()
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    assert [fields for _, fields in sources.read(str(path))] == [TEXT, {"text": 'b\n, "c"'}]
+
+
+def test_csv_rows_are_named_by_the_line_they_begin_at(tmp_path):
+    path = write(tmp_path / "a.csv", "text,id", '"a\nb",1', "c,2")
+    assert [where for where, _ in sources.read(path)] == [f"{path}:2", f"{path}:4"]
+
+
+def test_a_list_of_files_is_read_in_order(tmp_path):
+    paths = [write(tmp_path / f"{name}.jsonl", {"text": name}) for name in "ba"]
+    rows = sources.read([paths[0], f"{tmp_path}/a*.jsonl"])
+    assert [fields["text"] for _, fields in rows] == ["b", "a"]
+    with pytest.raises(InputError, match=r"'owner/name' is no file.*data\.sources"):
+        sources.read([paths[0], "owner/name"])
+
+
+def test_bad_rows_are_dropped_and_listed_if_that_is_asked_for(tmp_path):
+    path = write(tmp_path / "a.jsonl", '{"a', {"id": 1}, TEXT, {"text": None}, TEXT)
+    rows = sources.read(path, drop_bad_rows=True)
+    assert (rows.format, rows.count) == ("text", 5)
+    assert [where for where, _ in rows] == [f"{path}:3", f"{path}:5"]
+    assert list(rows.bad) == [f"{path}:{n}" for n in (1, 2, 4)]
+    with pytest.raises(InputError, match=r"2 rows of .* cannot be read"):
+        sources.read(write(tmp_path / "b.jsonl", '{"a', "["), drop_bad_rows=True)
+
+
 # Bad input.
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("text,text\na,b", "a.csv:1: the first line must name every column once"),
+        ("text,\na,b", "a.csv:1: the first line must name every column once"),
+        ("text,id\na", "a.csv:2: 1 fields, expected 2 as the first line has"),
+        ('text\na\n"b', "a.csv:3: broken CSV (unexpected end of data)"),
+        ("text\n", "a.csv' is empty"),
+        ("", "a.csv' is empty"),
+        ("text\na\x00", "UTF-16 or no text at all"),
+    ],
+)
+def test_bad_csv_names_the_line(tmp_path, text, says):
+    with pytest.raises(InputError) as error:
+        sources.read(write(tmp_path / "a.csv", text))
+    assert says in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -147,6 +211,10 @@ def test_a_hub_id_that_is_not_found_is_an_error(monkeypatch):
     [
         ([TEXT, '{"text": '], "a.jsonl:2: broken JSON at column"),
         ([TEXT, "[1]"], "a.jsonl:2: expected a JSON object"),
+        ([TEXT, '{"text": NaN}'], "a.jsonl:2: NaN is no JSON number"),
+        ([TEXT, '{"text": ' + "1" * 5000 + "}"], "a.jsonl:2: a JSON number has too many digits"),
+        ([TEXT, "[" * 100_000], "a.jsonl:2: JSON nested too deeply"),
+        ([TEXT, '{"text": "\\ud800"}'], "a.jsonl:2: a \\u escape is half of a surrogate pair"),
         ([TEXT, CHAT], "a.jsonl:2: column `text` is missing or null, found `messages`"),
         ([{"text": None}], "a.jsonl:1: unknown columns, found `text`"),
         (
@@ -154,8 +222,8 @@ def test_a_hub_id_that_is_not_found_is_an_error(monkeypatch):
             "a.jsonl:1: unknown columns, found `answer`, `question`, expected `messages`",
         ),
         (
-            [{"instruction": "a", "output": "b"}],
-            "set data.columns={prompt: instruction, completion: output} to read them so",
+            [{"query": "a", "response": "b"}],
+            "set data.columns={prompt: query, completion: response} to read them so",
         ),
         (["[", json.dumps(TEXT), "]"], "a.jsonl:1: a JSON array, expected one object per line"),
         ([json.dumps(CHAT, indent=1)], "a.jsonl:1: a JSON object over several lines"),
@@ -231,9 +299,12 @@ def test_a_missing_file_is_an_error(tmp_path, name):
 
 
 def test_other_files_are_errors(tmp_path):
-    with pytest.raises(InputError, match=r"ends in '\.csv': expected one of \.jsonl.*from_csv"):
-        sources.read(write(tmp_path / "a.csv", "text"))
-    with pytest.raises(InputError, match="unpack it first"):
+    with pytest.raises(InputError, match=r"ends in '\.xml': expected one of \.jsonl"):
+        sources.read(write(tmp_path / "a.xml", "text"))
+    for name in ("a.jsonl.zst", "a.parquet.gz", "a.gz"):
+        with pytest.raises(InputError, match="unpack it first"):
+            sources.read(write(tmp_path / name, "text"))
+    with pytest.raises(InputError, match=r"a\.jsonl\.gz' cannot be read: Not a gzipped file"):
         sources.read(write(tmp_path / "a.jsonl.gz", "text"))
     with pytest.raises(InputError, match="is a folder"):
         sources.read(str(tmp_path))

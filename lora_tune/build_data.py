@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a recipe to tokens: tokenizer, examples of every source, batches; without a model."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lora_tune import assets
+from lora_tune.data import pipeline, sources
+from lora_tune.data import tokenizer as tokenizers
+from lora_tune.data.batch import Batch
+from lora_tune.data.messages import Encoder, Example
+from lora_tune.errors import said_of
+from lora_tune.hf.hub import Source
+from lora_tune.recipe import schema
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """The rows of a run: endless training batches and, if there are any, held-out examples."""
+
+    train: pipeline.Dataset
+    held_out: pipeline.Examples | None
+    first: Example
+
+    def batches(self, start_step: int = 0) -> Iterator[Batch]:
+        """Training batches from a step on."""
+        return (batch for _, batch in self.train.batches(start_step))
+
+    def position(self, step: int) -> Mapping[str, Any]:
+        """Where the data stands after `step` steps, for the checkpoint."""
+        return self.train.position(step)
+
+
+def make_data(recipe: schema.Recipe, tokenizer: Any) -> Data:
+    """Reads, encodes and packs the rows of a recipe."""
+    section = recipe.data
+    examples = _training_examples(section, tokenizer, None)
+    held_out = None
+    if section.eval_path is not None:
+        source = schema.Source(section.eval_path, split=section.eval_split, subset=section.subset)
+        with said_of("data.eval_path"):
+            held_out = _examples(section, tokenizer, source)
+    given = section.all_sources()
+    weights = [source.weight for source in given if source.weight is not None]
+    dataset = pipeline.Dataset(
+        examples,
+        max_length=section.max_length,
+        batch_size=recipe.train.batch_size,
+        packing=section.packing,
+        seed=recipe.train.seed,
+        shuffle=section.shuffle,
+        weights=weights or None,
+    )
+    return Data(dataset, held_out, examples[0])
+
+
+def first_examples(recipe: schema.Recipe, tokenizer: Any, count: int) -> list[Example]:
+    """The examples of the first `count` training rows of a recipe."""
+    found = _training_examples(recipe.data, tokenizer, count)
+    return [found[i] for i in range(min(count, len(found)))]
+
+
+def _training_examples(
+    section: schema.Data, tokenizer: Any, count: int | None
+) -> pipeline.Examples:
+    """The examples of every source, or of the first `count` rows of the first one."""
+    given = section.all_sources()
+    if count is not None:
+        given = [dataclasses.replace(given[0], max_samples=count)]
+    parts = []
+    for i, source in enumerate(given):
+        with said_of(f"data.sources[{i}]" if section.sources else "data.path"):
+            parts.append(_examples(section, tokenizer, source))
+    return pipeline.join(parts)
+
+
+def _examples(section: schema.Data, tokenizer: Any, source: schema.Source) -> pipeline.Examples:
+    drop_bad_rows = section.on_bad_row == "drop"
+    rows = sources.read(
+        assets.resolve_all(source.path),
+        split=source.split,
+        subset=source.subset,
+        columns=section.columns if source.columns is None else source.columns,
+        format=source.format or section.format,
+        max_samples=source.max_samples,
+        drop_bad_rows=drop_bad_rows,
+    )
+    if rows.format in ("messages", "sharegpt", "alpaca"):
+        tokenizers.require_chat_template(tokenizer)
+    encoder = Encoder(
+        tokenizer,
+        format=rows.format,
+        max_length=section.max_length,
+        truncation_strategy=section.truncation_strategy,
+        assistant_only_loss=section.assistant_only_loss,
+        completion_only_loss=section.completion_only_loss,
+        mask_history=section.mask_history,
+        train_on_eos=section.train_on_eos,
+        reasoning=section.reasoning,
+    )
+    name = source.name or _name(source.path)
+    return pipeline.encode_rows(rows, encoder, name=name, drop_bad_rows=drop_bad_rows)
+
+
+def _name(path: str | list[str]) -> str:
+    return path if isinstance(path, str) else ", ".join(path)
+
+
+def make_tokenizer(recipe: schema.Recipe, source: Source, vocab_size: int | None) -> Any:
+    """The tokenizer of a recipe's model, with the recipe's chat template if it names one."""
+    with said_of("model.path"):
+        tokenizer = tokenizers.load(str(source.folder), vocab_size=vocab_size)
+    template = recipe.model.chat_template
+    if template is not None:
+        with said_of("model.chat_template"):
+            is_file = not tokenizers.is_template(template)
+            given = str(assets.resolve(template)) if is_file else template
+            tokenizers.use_template(tokenizer, given)
+    return tokenizer
