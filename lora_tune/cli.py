@@ -23,6 +23,7 @@ Fine-tune Hugging Face models with LoRA in JAX.
 usage:
   lora-tune [train] recipe=NAME [key=value ...]   train as the recipe says (train is the default)
   lora-tune plan recipe=NAME topology=v5p-8       what training it needs on a slice that is not here
+  lora-tune data recipe=NAME                      what it will see, and checks of the rows
   lora-tune generate run=DIR prompt=TEXT          answer a prompt with what a run has made
   lora-tune generate run=DIR prompts=FILE.jsonl   answer every row; prints rows with an answer
   lora-tune chat run=DIR                          a conversation on the terminal; Ctrl-D ends it
@@ -59,6 +60,11 @@ plan:
   json=FILE           the figures             hlo=FILE  the compiled program
                       the data are not read; without mesh.* the mesh is made to use all devices
 
+data:
+  rows=3              sequences to show, as they are packed    html=FILE  the same as a page
+  max_overlap=0.01    the share of held-out examples that may be training examples too
+                      needs the tokenizer and the rows, neither weights nor an accelerator
+
 export:
   run=DIR to=OUT      from the newest checkpoint of a run to a new folder; also model.path=PATH
   format=peft         an adapter for PEFT, or merged: the whole model
@@ -86,7 +92,8 @@ examples:
   lora-tune generate run=runs/quickstart prompt='Translate into Tali: the stones see the star'
 
 The same training command again goes on from its last checkpoint.
-exit status: 0 done, 1 training went wrong and was stopped, a plan does not fit or a proof fails,
+exit status: 0 done, 1 training went wrong and was stopped, a plan does not fit, a check of the data
+             or a proof fails,
              2 bad input,
              130 or 143 stopped by Ctrl-C or SIGTERM after saving, 141 nobody read the output
 """
@@ -96,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status.
 
     0 is success, 1 training that had gone wrong and was stopped, a plan that does not fit its
-    topology or a proof that fails, 2 bad input, and 128 plus the
+    topology, a check of the data or a proof that fails, 2 bad input, and 128 plus the
     number of a signal (130, 143) a run that the signal ended early: not 0, so that whatever
     started the run does not take it for finished. 141 is output that its reader closed (`| head`).
 
@@ -266,6 +273,14 @@ def _plan(arguments: Sequence[str]) -> int:
     return plan(settings)
 
 
+def _data(arguments: Sequence[str]) -> int:
+    settings = _settings(arguments)
+    _recipe_of(settings)
+    from lora_tune.review.command import review
+
+    return _failed(review(settings))
+
+
 def _generate(arguments: Sequence[str]) -> None:
     settings = _settings(arguments)
     from lora_tune import compiled
@@ -304,7 +319,10 @@ def _prove(arguments: Sequence[str]) -> int:
     from lora_tune.proof.command import prove
 
     compiled.keep()
-    problems = prove(settings)
+    return _failed(prove(settings))
+
+
+def _failed(problems: Sequence[str]) -> int:
     more = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
     return _fail(f"{problems[0]}{more}", status=1) if problems else 0
 
@@ -355,6 +373,7 @@ def _list_targets(arguments: Sequence[str]) -> None:
 _VERBS: Mapping[str, Callable[[Sequence[str]], int | None]] = {
     "train": _train,
     "plan": _plan,
+    "data": _data,
     "generate": _generate,
     "chat": _chat,
     "export": _export,
