@@ -30,6 +30,11 @@ def short(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+def shown(name: str) -> str:
+    """A name from a file as it is shown in a sentence: harmless to a terminal."""
+    return name if name.isprintable() and len(name) <= 200 else short(name)
+
+
 class Problems:
     """Collects what is wrong with many things, to say it once with the first few.
 

@@ -80,7 +80,8 @@ def write_folder(folder: Path, tensors: dict[str, np.ndarray], *, shards: int = 
         file = f"model-{k + 1:05d}-of-{shards:05d}.safetensors"
         save_file({n: tensors[n] for n in names[k::shards]}, folder / file, {"format": "pt"})
         weights |= dict.fromkeys(names[k::shards], file)
-    index = {"metadata": {"total_size": 0}, "weight_map": weights}
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weights}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
 

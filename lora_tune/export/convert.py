@@ -5,8 +5,9 @@ from pathlib import Path
 
 from lora_tune import build, words
 from lora_tune.errors import InputError
-from lora_tune.hf.files import read_header, read_json
+from lora_tune.hf.files import read_json
 from lora_tune.hf.folder import check_apart, check_replaceable
+from lora_tune.hf.header import read_header
 from lora_tune.hf.hub import Source
 from lora_tune.hf.peft import WEIGHTS_FILE, adapter_arrays, load_adapter, save_adapter
 from lora_tune.hf.peft_config import CONFIG_FILE, PARAMETER_TYPES, split_expert

@@ -1,80 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading and writing safetensors: lazily by slices, and never more than the file says.
-
-The `safetensors` library validates every header (sizes, offsets, overlaps, truncation); the tensor
-bytes are then memory-mapped, so that a slice costs only the pages it touches and an untouched
-tensor can be copied byte for byte whatever its type.
-"""
+"""The safetensors files of a model folder, and JSON beside them."""
 
 import dataclasses
 import itertools
 import json
-import math
+import os
 import re
-import struct
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import ml_dtypes
-import numpy as np
-
-from lora_tune.errors import InputError
+from lora_tune.errors import InputError, short, shown
+from lora_tune.hf.folder import check_inside, remedy
+from lora_tune.hf.header import read_header
+from lora_tune.hf.tensors import Tensor
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-DTYPES: Mapping[str, np.dtype] = {
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F16": np.dtype(np.float16),
-    "F32": np.dtype(np.float32),
-    "F64": np.dtype(np.float64),
-}
-"""The types that weights may have, by the name that the header uses."""
-CODES = {dtype: code for code, dtype in DTYPES.items()}
-
-
-@dataclasses.dataclass(frozen=True)
-class Tensor:
-    """One tensor of a safetensors file: where it lies and what it is.
-
-    `name` is what the table calls it, `stored` what the file does. A part of a fused tensor, which
-    is a tensor to the table, is called in both as if it lay in the file on its own.
-    """
-
-    name: str
-    stored: str
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-
-    @property
-    def where(self) -> str:
-        """File and name, for messages."""
-        return f"{self.file}: tensor {self.stored!r}"
-
-    def bytes(self) -> np.ndarray:
-        """All bytes of the tensor, memory-mapped: uint8 `[nbytes]`."""
-        if self.start == self.stop:
-            return np.empty(0, np.uint8)
-        return np.memmap(
-            self.file, np.uint8, mode="r", offset=self.start, shape=(self.stop - self.start,)
-        )
-
-    def array(self) -> np.ndarray:
-        """The tensor, memory-mapped; index it to read a part.
-
-        Raises:
-          InputError: the type is not a floating-point type of at least 16 bits.
-        """
-        if self.dtype not in DTYPES:
-            raise InputError(
-                f"{self.where} has type {self.dtype}, expected one of {', '.join(DTYPES)}; "
-                "quantised checkpoints cannot be read, use the unquantised one"
-            )
-        return self.bytes().view(DTYPES[self.dtype]).reshape(self.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,8 +66,9 @@ def open_checkpoint(
     problems: list[str] = []
     files, metadata = {}, {}
     for name in names:
-        if not (folder / name).is_file():
-            problems.append(f"{folder / INDEX} names {name}, which is not in the folder")
+        check_inside(folder / name, folder)
+        if not os.path.isfile(folder / name):
+            problems.append(_no_file(folder, name, index))
             continue
         tensors, metadata[name] = read_header(folder / name)
         files[name] = tuple(_rename(tensor, renamed) for tensor in tensors)
@@ -140,26 +83,34 @@ def open_checkpoint(
         found[tensor.name] = tensor
     if index is not None:
         problems += _index_problems(folder, index["weight_map"], stored)
-    raise_listed(f"{folder}: damaged checkpoint", problems)
+    raise_listed(f"{folder}: damaged checkpoint ({remedy(folder)})", problems)
     return Checkpoint(folder, found, files, parts, metadata, index)
+
+
+def _no_file(folder: Path, name: str, index: Any) -> str:
+    if os.path.isdir(folder / name):
+        return f"{folder / name} is a folder, expected a file"
+    if index is None:
+        return f"{folder / name} is a link to what is not there"
+    return f"{folder / INDEX} names {shown(name)}, which is not in the folder"
 
 
 def _rename(tensor: Tensor, renamed: Sequence[tuple[str, str]]) -> Tensor:
     name = tensor.stored
     for pattern, instead in renamed:
         name = re.sub(pattern, instead, name, count=1)
-    return dataclasses.replace(tensor, name=name)
+    return tensor if name == tensor.stored else dataclasses.replace(tensor, name=name)
 
 
 def _cut(tensor: Tensor, fused: Sequence[tuple[str, Sequence[str]]]) -> tuple[Tensor, ...]:
     """The matrices in a fused tensor: its rows are contiguous, so each is a range of bytes."""
     home, _, last = tensor.name.rpartition(".")
-    names = dict(fused).get(last, ())
-    if not names or len(tensor.shape) != 3 or not tensor.shape[0] or tensor.shape[1] % len(names):
+    names = next((projections for end, projections in fused if end == last), ())
+    if not names or len(tensor.shape) != 3 or not tensor.nbytes or tensor.shape[1] % len(names):
         return ()
     experts, rows, columns = tensor.shape
     stored_home = tensor.stored.rpartition(".")[0]
-    size = (tensor.stop - tensor.start) // (experts * len(names))
+    size = tensor.nbytes // (experts * len(names))
     return tuple(
         dataclasses.replace(
             tensor,
@@ -175,65 +126,6 @@ def _cut(tensor: Tensor, fused: Sequence[tuple[str, Sequence[str]]]) -> tuple[Te
 
 def _as(other: Tensor, tensor: Tensor) -> str:
     return "" if other.stored == tensor.stored else f" as {other.stored!r}"
-
-
-def read_header(path: Path) -> tuple[list[Tensor], dict[str, str]]:
-    """The tensors of one safetensors file in the order of their bytes, and its metadata.
-
-    Raises:
-      InputError: the file cannot be read, is truncated, or its header contradicts itself.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="numpy"):
-            pass
-        header, begin = _parse(path)
-    except (SafetensorError, OSError, ValueError) as error:
-        reason = str(error).removeprefix("Error while deserializing header: ")
-        raise InputError(
-            f"{path}: not a valid safetensors file ({reason}){_culprit(path)}; download it again"
-        ) from error
-    metadata = header.pop("__metadata__", {})
-    tensors = [
-        Tensor(
-            name,
-            name,
-            path,
-            entry["dtype"],
-            tuple(entry["shape"]),
-            begin + entry["data_offsets"][0],
-            begin + entry["data_offsets"][1],
-        )
-        for name, entry in header.items()
-    ]
-    return sorted(tensors, key=lambda t: (t.start, t.stop)), metadata
-
-
-def write_header(
-    out: BinaryIO, tensors: Iterator[tuple[str, str, tuple[int, ...], int]], metadata: Any
-) -> None:
-    """Writes the header for tensors (name, type code, shape, bytes) that follow in this order."""
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    offset = 0
-    for name, code, shape, nbytes in tensors:
-        span = [offset, offset + nbytes]
-        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": span}
-        offset += nbytes
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    out.write(struct.pack("<Q", len(text)) + text)
-
-
-def write_array(out: BinaryIO, array: np.ndarray) -> None:
-    """Writes an array's bytes in row-major order."""
-    flat = np.ascontiguousarray(array).reshape(-1)
-    out.write(flat.view(np.uint8).data)
-
-
-def nbytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
-    """Size of an array in bytes."""
-    return math.prod(shape) * dtype.itemsize
 
 
 def raise_listed(what: str, problems: list[str], *, most: int = 20) -> None:
@@ -261,14 +153,17 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _shards(folder: Path) -> tuple[list[str], dict[str, Any] | None]:
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise InputError(f"{folder}: no such folder")
-    single, index_path = folder / SINGLE, folder / INDEX
-    if single.exists() and index_path.exists():
+    if not os.access(folder, os.R_OK | os.X_OK):
+        raise InputError(f"{folder}: may not be read; change its permissions")
+    index_path = folder / INDEX
+    single, indexed = (os.path.lexists(path) for path in (folder / SINGLE, index_path))
+    if single and indexed:
         raise InputError(f"{folder}: has both {SINGLE} and {INDEX}; remove the one that is stale")
-    if single.exists():
+    if single:
         return [SINGLE], None
-    if not index_path.exists():
+    if not indexed:
         raise InputError(
             f"{folder}: has neither {SINGLE} nor {INDEX}; only safetensors weights can be read"
         )
@@ -276,56 +171,27 @@ def _shards(folder: Path) -> tuple[list[str], dict[str, Any] | None]:
     weights = index.get("weight_map")
     if not isinstance(weights, dict) or not weights:
         raise InputError(f"{index_path}: expected a non-empty object under 'weight_map'")
-    names = sorted({str(name) for name in weights.values()})
+    odd = [shown(name) for name, file in weights.items() if not isinstance(file, str)]
+    raise_listed(f"{index_path}: expected the name of a file for each tensor", odd)
+    names = sorted(set(weights.values()))
     bad = [n for n in names if Path(n).name != n or "\\" in n or not n.endswith(".safetensors")]
+    bad += [name for name in names if not name.isprintable()]
     raise_listed(
         f"{index_path}: shards must be plain names of safetensors files in this folder",
-        [repr(name) for name in bad],
+        [short(name) for name in dict.fromkeys(bad)],
     )
     return names, index
 
 
-def _index_problems(folder: Path, weights: Mapping[str, str], found: Any) -> list[str]:
+def _index_problems(
+    folder: Path, weights: Mapping[str, str], found: Mapping[str, Tensor]
+) -> list[str]:
     where = folder / INDEX
     problems = []
     for name, file in weights.items():
         if name not in found:
-            problems.append(f"{where} lists {name}, which {file} does not hold")
-        elif found[name].file.name != file:
-            problems.append(f"{where} lists {name} in {file}, it lies in {found[name].file.name}")
+            problems.append(f"{where} lists {shown(name)}, which {file} does not hold")
+        elif (holder := found[name].file.name) != file:
+            problems.append(f"{where} lists {shown(name)} in {file}, it lies in {holder}")
     extra = [tensor for name, tensor in found.items() if name not in weights]
     return problems + [f"{tensor.where} is not in {INDEX}" for tensor in extra]
-
-
-def _parse(path: Path) -> tuple[dict[str, Any], int]:
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        text = file.read(min(length, path.stat().st_size))
-    return json.loads(text, object_pairs_hook=_unique), 8 + length
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
-    if twice:
-        raise ValueError(f"the header lists {twice[0]!r} twice")
-    return dict(pairs)
-
-
-def _culprit(path: Path) -> str:
-    """Names the first tensor that the file cannot hold, when the header can be read at all."""
-    try:
-        header, begin = _parse(path)
-        size = path.stat().st_size - begin
-        for name, entry in header.items():
-            if name != "__metadata__" and _lies(entry, size):
-                return f" at tensor {name!r}"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
-        return ""
-    return ""
-
-
-def _lies(entry: Mapping[str, Any], size: int) -> bool:
-    start, stop = entry["data_offsets"]
-    known = DTYPES.get(entry["dtype"])
-    wrong = known is not None and stop - start != nbytes(tuple(entry["shape"]), known)
-    return wrong or not 0 <= start <= stop <= size

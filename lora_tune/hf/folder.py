@@ -17,7 +17,7 @@ _TEMPLATES = "additional_chat_templates"
 
 
 @contextlib.contextmanager
-def new_folder(out_dir: Path, *, kind: str) -> Iterator[Path]:
+def new_folder(out_dir: Path, *, kind: str, size: int = 0) -> Iterator[Path]:
     """Yields a temporary sibling of `out_dir` and renames it to `out_dir` when the body succeeds.
 
     On any error the temporary folder is removed and `out_dir` is as before.
@@ -25,12 +25,14 @@ def new_folder(out_dir: Path, *, kind: str) -> Iterator[Path]:
     Args:
       out_dir: may exist if it is empty or an earlier result of this package and this kind.
       kind: what the folder holds, kept in its marker file.
+      size: bytes that the body is about to write, where that is known.
 
     Raises:
       InputError: `out_dir` holds something else, or the disk is full or cannot be written.
     """
     out_dir = Path(os.path.abspath(out_dir))
     check_replaceable(out_dir, kind=kind)
+    check_space(out_dir, size)
     partial, old = (out_dir.with_name(f".{out_dir.name}.{end}") for end in ("partial", "old"))
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -116,6 +118,52 @@ def check_apart(out_dir: Path, source: Path) -> None:
         )
 
 
+def check_inside(path: Path, folder: Path) -> None:
+    """Checks that a file of a model folder does not lie somewhere else, by way of a link.
+
+    Links within the folder are fine, and so are those of the hub's cache, whose snapshots link to
+    the blobs of the same repository.
+
+    Raises:
+      InputError: naming the link and where it leads.
+    """
+    home, target = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
+    blobs = [home.parent.parent / "blobs"] if home.parent.name == "snapshots" else []
+    if not any(root in target.parents for root in (home, *blobs)):
+        raise InputError(
+            f"{path}: is a link to {target}, outside its folder; put the file itself there, or "
+            "name the folder that holds it"
+        )
+
+
+def check_space(out_dir: Path, needed: int) -> None:
+    """Checks that the disk has room for what is about to be written.
+
+    Raises:
+      InputError: it has not; both sizes are named.
+    """
+    place = Path(os.path.abspath(out_dir)).parent
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if needed > free:
+        raise InputError(
+            f"{out_dir}: {needed / 1e9:,.1f} GB are to be written and the disk has "
+            f"{free / 1e9:,.1f} GB free, so nothing was; free some space or choose another folder"
+        )
+
+
+def remedy(folder: Path) -> str:
+    """What to do about a damaged file, which depends on who wrote its folder."""
+    if folder.parent.name == "snapshots":
+        return "remove the model from the hub's cache and download it again"
+    if _kind(folder) is not None:
+        return "write the folder again, or take a copy of it"
+    if (folder / "adapter_config.json").is_file():
+        return "save the adapter again, or take a copy of it"
+    return "copy or download it again"
+
+
 def _kind(folder: Path) -> str | None:
     """What a folder of ours holds, None for a folder that is not ours."""
     try:
@@ -126,13 +174,20 @@ def _kind(folder: Path) -> str | None:
 
 
 def copy_companions(source: Path, target: Path, *, skip: tuple[str, ...] = ()) -> None:
-    """Copies what belongs to a model beside its weights: configuration, tokenizer, templates."""
+    """Copies what belongs to a model beside its weights: configuration, tokenizer, templates.
+
+    Raises:
+      InputError: one of them is a link out of the folder: what it leads to is not the model's.
+    """
     for file in sorted(source.iterdir()):
         wanted = file.suffix in _COPIED or file.name.startswith("LICENSE")
         index = file.name.endswith(".index.json") or file.name.startswith("adapter_")
         if file.is_file() and wanted and not index and file.name not in (*skip, MARKER):
+            check_inside(file, source)
             shutil.copyfile(file, target / file.name)
     if (source / _TEMPLATES).is_dir():
+        for file in (source / _TEMPLATES).rglob("*"):
+            check_inside(file, source)
         shutil.copytree(source / _TEMPLATES, target / _TEMPLATES)
 
 

@@ -20,9 +20,10 @@ from flax import nnx
 from lora_tune.errors import InputError
 from lora_tune.hf.adapters import Adapter, collect_adapters, factor_shapes, scale_shape
 from lora_tune.hf.card import adapter_card
-from lora_tune.hf.files import raise_listed, read_header, write_array, write_header
+from lora_tune.hf.files import raise_listed
 from lora_tune.hf.folder import new_folder
 from lora_tune.hf.fused import Found, Pair, fuse_experts, split_fused
+from lora_tune.hf.header import header_bytes, read_header, write_array
 from lora_tune.hf.peft_config import (
     CONFIG_FILE,
     FUSED_TYPES,
@@ -268,7 +269,7 @@ def _write_weights(path: FilePath, pairs: Mapping[str, Pair]) -> None:
     names = sorted(tensors)
     with path.open("wb") as out:
         entries = ((n, "F32", tensors[n].shape, tensors[n].nbytes) for n in names)
-        write_header(out, entries, {"format": "pt"})
+        out.write(header_bytes(entries, {"format": "pt"}))
         for name in names:
             write_array(out, tensors[name])
 

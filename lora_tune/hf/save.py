@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writing whole models in the Hugging Face format: the base with its adapters merged, or ours."""
 
-import dataclasses
 import itertools
 import json
 import shutil
@@ -14,33 +13,19 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from lora_tune.errors import InputError
-from lora_tune.hf.adapters import Adapter, collect_adapters, flat_arrays
-from lora_tune.hf.files import (
-    CODES,
-    DTYPES,
-    INDEX,
-    SINGLE,
-    Checkpoint,
-    Tensor,
-    nbytes,
-    read_json,
-    write_array,
-    write_header,
-)
+from lora_tune.hf.adapters import collect_adapters, flat_arrays
+from lora_tune.hf.files import INDEX, Checkpoint, read_json
 from lora_tune.hf.folder import copy_companions, new_folder
+from lora_tune.hf.header import Entry, header_bytes, nbytes, write_array
 from lora_tune.hf.load import check_tensors, open_base
+from lora_tune.hf.merge import Cell, Merger, MergeReport, entry_of, new_files, same_files
+from lora_tune.hf.shards import index_of, plan_shards
 from lora_tune.hf.table import Family, Leaf, Path, hf_state
+from lora_tune.hf.tensors import CODES, Tensor, reading
+from lora_tune.progress import Progress, counted
 
-Cell = tuple[Adapter, tuple[int, ...]]
-
-
-@dataclasses.dataclass(frozen=True)
-class MergeReport:
-    """What a merge did: tensors changed and copied, and the largest error of the one rounding."""
-
-    merged: int
-    untouched: int
-    max_rounding: float
+FULL_SHARD = 5 * 10**9
+"""Bytes of a shard where no base says how large they are."""
 
 
 def save_merged(
@@ -50,14 +35,17 @@ def save_merged(
     base_folder: FilePath | str,
     out_dir: FilePath | str,
     *,
+    max_shard_bytes: int | None = None,
     card: str | None = None,
+    progress: Progress | None = None,
 ) -> MergeReport:
     """Writes the base checkpoint with the adapters added to its weights.
 
     A merged tensor is `base + scale * A B`, computed in float32 from the base file's own values
     and rounded once to the file's type. Every other tensor, those the model does not hold
-    included, is copied byte for byte, into the same shards, in the same order. Configuration,
-    tokenizer and templates come along. One tensor at a time is in memory.
+    included, is copied byte for byte, in the same order, and into the same shards unless
+    `max_shard_bytes` is given. Configuration, tokenizer and templates come along. Each of a few
+    threads has a few MB of the base in memory.
 
     Args:
       state: the adapters (see `collect_adapters`); base weights in it are not read.
@@ -65,7 +53,10 @@ def save_merged(
       family: its table.
       base_folder: the checkpoint that the model was loaded from.
       out_dir: folder to write; may be an earlier result, which is then replaced.
+      max_shard_bytes: a shard is closed before its tensors would exceed this; None keeps the
+        base's shards.
       card: text of its README.md, None for none.
+      progress: called with (bytes done, bytes in all).
 
     Raises:
       InputError: the base does not fit the model, a merged value is not finite, `out_dir` is not
@@ -76,18 +67,37 @@ def save_merged(
     changes: dict[str, Cell] = {}
     for adapter in collect_adapters(state, leaves).values():
         changes |= {adapter.leaf.names[cell]: (adapter, cell) for cell in adapter.cells()}
-    worst = 0.0
-    with new_folder(FilePath(out_dir), kind="merged") as folder:
-        for file in base.files:
-            worst = max(worst, _merge_file(base, file, folder / file, changes))
-        if base.index is not None:
-            shutil.copyfile(base.folder / INDEX, folder / INDEX)
+    outputs = same_files(base) if max_shard_bytes is None else new_files(base, max_shard_bytes)
+    out_dir = FilePath(out_dir)
+    total = sum(tensor.nbytes for output in outputs for tensor in output.tensors)
+    with new_folder(out_dir, kind="merged", size=sum(output.size for output in outputs)) as folder:
+        with reading() as (reader, pool):
+            merger = Merger(base, changes, reader, pool, counted(progress, total))
+            report = merger.write(outputs, folder)
+        if max_shard_bytes is None:
+            _keep_index(base, total, folder)
+        elif len(outputs) > 1:
+            shards = {output.name: [*map(entry_of, output.tensors)] for output in outputs}
+            _write_json(folder / INDEX, index_of(shards))
         copy_companions(base.folder, folder)
         config = read_json(base.folder / "config.json")
         if (portable := family.portable_config(config)) != config:
             _write_json(folder / "config.json", portable)
         _write_card(folder, card)
-    return MergeReport(len(changes), len(base.tensors) - len(changes), worst)
+    return report
+
+
+def _keep_index(base: Checkpoint, total: int, folder: FilePath) -> None:
+    """Copies the base's index, if it has one; a total size in it that is wrong is put right."""
+    if base.index is None:
+        return
+    found = base.index.get("metadata")
+    metadata = found if isinstance(found, dict) else {}
+    if metadata.get("total_size") == total:
+        shutil.copyfile(base.folder / INDEX, folder / INDEX)
+    else:
+        right = {**metadata, "total_size": total}
+        _write_json(folder / INDEX, {**base.index, "metadata": right})
 
 
 def save_full(
@@ -100,7 +110,7 @@ def save_full(
     dtype: DTypeLike | None = None,
     carried: Sequence[Tensor] = (),
     stored: Mapping[str, str] | None = None,
-    max_shard_bytes: int = 5 * 10**9,
+    max_shard_bytes: int = FULL_SHARD,
     card: str | None = None,
 ) -> None:
     """Writes every parameter of a model as a new checkpoint.
@@ -128,60 +138,25 @@ def save_full(
     if missing:
         raise ValueError(f"the state lacks {', '.join(missing)}")
     types = [np.dtype(dtype or arrays[leaf.path].dtype) for leaf in leaves]
-    entries = [*_entries(leaves, types, stored or {}), *map(_entry, carried)]
-    shards = _plan_shards(entries, max_shard_bytes)
+    entries = [*_entries(leaves, types, stored or {}), *map(entry_of, carried)]
+    sizes = [entry[3] for entry in entries]
+    shards = plan_shards(entries, sizes, max_shard_bytes)
     tensors = itertools.chain(
         _all_tensors(leaves, types, arrays), (tensor.bytes() for tensor in carried)
     )
     config_folder = FilePath(config_folder)
-    with new_folder(FilePath(out_dir), kind="full") as folder:
+    with new_folder(FilePath(out_dir), kind="full", size=sum(sizes)) as folder:
         for name, entries in shards.items():
             with (folder / name).open("wb") as out:
-                write_header(out, iter(entries), {"format": "pt"})
+                out.write(header_bytes(entries, {"format": "pt"}))
                 for _ in entries:
                     write_array(out, next(tensors))
         if len(shards) > 1:
-            _write_json(folder / INDEX, _index(shards))
+            _write_json(folder / INDEX, index_of(shards))
         copy_companions(config_folder, folder, skip=("config.json",))
         config = family.portable_config(read_json(config_folder / "config.json"))
         _write_json(folder / "config.json", _with_dtype(config, types))
         _write_card(folder, card)
-
-
-def _merge_file(
-    base: Checkpoint, file: str, target: FilePath, changes: Mapping[str, Cell]
-) -> float:
-    worst = 0.0
-    tensors = base.files[file]
-    with target.open("wb") as out:
-        write_header(out, map(_entry, tensors), {**base.metadata[file], "format": "pt"})
-        for tensor in itertools.chain.from_iterable(map(base.cut, tensors)):
-            if tensor.name in changes:
-                merged, rounding = _merge(tensor, *changes[tensor.name])
-                worst = max(worst, rounding)
-                write_array(out, merged)
-            else:
-                write_array(out, tensor.bytes())
-    return worst
-
-
-def _merge(tensor: Tensor, adapter: Adapter, cell: tuple[int, ...]) -> tuple[np.ndarray, float]:
-    a, b, scale = adapter.factors(cell)
-    # Only projections carry adapters, and Hugging Face has their kernels transposed. Products in
-    # that layout, and sums in place, take half the time.
-    exact = b.T @ a.T
-    exact *= np.float32(scale)
-    exact += tensor.array()
-    with np.errstate(over="ignore"):
-        merged = exact.astype(DTYPES[tensor.dtype])
-    exact -= merged
-    rounding = float(np.abs(exact, out=exact).max(initial=0.0))
-    if not np.isfinite(rounding):
-        raise InputError(
-            f"{tensor.where}: the merged weight is not finite in {tensor.dtype}; the adapter has "
-            "diverged, use an earlier checkpoint"
-        )
-    return merged, rounding
 
 
 def _all_tensors(
@@ -196,40 +171,12 @@ def _all_tensors(
             yield cast
 
 
-Entry = tuple[str, str, tuple[int, ...], int]
-
-
-def _entry(tensor: Tensor) -> Entry:
-    return tensor.stored, tensor.dtype, tensor.shape, tensor.stop - tensor.start
-
-
 def _entries(
     leaves: Sequence[Leaf], types: Sequence[np.dtype], stored: Mapping[str, str]
 ) -> Iterator[Entry]:
     for leaf, dtype in zip(leaves, types, strict=True):
         for name in leaf.names.ravel():
             yield stored.get(name, name), CODES[dtype], leaf.hf_shape, nbytes(leaf.hf_shape, dtype)
-
-
-def _plan_shards(entries: Sequence[Entry], most: int) -> dict[str, list[Entry]]:
-    shards: list[list[Entry]] = [[]]
-    size = 0
-    for entry in entries:
-        if shards[-1] and size + entry[3] > most:
-            shards.append([])
-            size = 0
-        shards[-1].append(entry)
-        size += entry[3]
-    if len(shards) == 1:
-        return {SINGLE: shards[0]}
-    count = len(shards)
-    return {f"model-{i:05d}-of-{count:05d}.safetensors": s for i, s in enumerate(shards, start=1)}
-
-
-def _index(shards: Mapping[str, Sequence[Entry]]) -> dict[str, Any]:
-    total = sum(entry[3] for entries in shards.values() for entry in entries)
-    weights = {entry[0]: file for file, entries in shards.items() for entry in entries}
-    return {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
 
 
 def _with_dtype(config: dict[str, Any], types: Sequence[np.dtype]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import followed by export is exact. Loading, merging and the PEFT adapter all re
 """
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast
@@ -18,6 +19,7 @@ from flax import nnx
 
 Path = tuple[str | int, ...]
 STACK_AXES = ("block", "layer", "expert")
+_ALIGNMENT = 64  # what XLA asks of buffers on a CPU
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,35 +178,61 @@ class Leaf:
         return tuple(index)
 
 
+Cell = tuple[str, tuple[slice, ...], np.ndarray]
+"""Name of a Hugging Face tensor, the slices of it that are wanted (ours, inner axes), and where
+they go: a view of our array."""
+
+
 def make_array(
     leaf: Leaf,
     dtype: np.dtype,
-    part: Callable[[str, tuple[slice, ...]], np.ndarray],
+    fill: Callable[[Iterator[Cell]], None],
     sharding: jax.sharding.Sharding | None,
 ) -> jax.Array:
     """Builds a parameter tensor by tensor, each device's share on its own.
 
+    The host holds one share at a time; devices that hold the same share are sent the same one.
+
     Args:
       leaf: shape, and the Hugging Face name of every slice.
       dtype: of the array.
-      part: `(name, inner slices) -> values` of one Hugging Face tensor, in our layout.
+      fill: writes the values of each cell, all of them, into its view.
       sharding: None for the default device.
     """
 
-    def share(index: Sequence[slice] | None) -> np.ndarray:
-        index = index or [slice(None)] * len(leaf.shape)
-        ranges = [range(*s.indices(n)) for s, n in zip(index, leaf.shape, strict=True)]
-        window = tuple(slice(ranges[i].start, ranges[i].stop) for i in leaf.inner_axes)
-        stacked = [ranges[i] for i in leaf.stack_axes]
-        out = np.empty([len(r) for r in ranges], dtype)
-        for cell in np.ndindex(*(len(r) for r in stacked)):
-            source = tuple(r[i] for r, i in zip(stacked, cell, strict=True))
-            out[leaf.place(cell)] = part(str(leaf.names[source]), window)
+    def share(ranges: Sequence[range]) -> np.ndarray:
+        out = _aligned([len(r) for r in ranges], dtype)
+        fill(_cells(leaf, ranges, out))
         return out
 
     if sharding is None:
-        return jax.device_put(share(None))
-    return jax.make_array_from_callback(leaf.shape, sharding, share)
+        return jax.device_put(share([range(n) for n in leaf.shape]))
+    holders: dict[tuple[range, ...], list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
+        sliced = zip(index or (), leaf.shape, strict=True)
+        holders.setdefault(tuple(range(*s.indices(n)) for s, n in sliced), []).append(device)
+    placed: list[jax.Array] = []
+    for ranges, devices in holders.items():
+        values = share(ranges)
+        arrays = [jax.device_put(values, device) for device in devices]
+        placed += jax.block_until_ready(arrays)  # before the next share takes memory
+    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, placed)
+
+
+def _cells(leaf: Leaf, ranges: Sequence[range], out: np.ndarray) -> Iterator[Cell]:
+    window = tuple(slice(ranges[i].start, ranges[i].stop) for i in leaf.inner_axes)
+    stacked = [ranges[i] for i in leaf.stack_axes]
+    for cell in np.ndindex(*(len(r) for r in stacked)):
+        source = tuple(r[i] for r, i in zip(stacked, cell, strict=True))
+        yield str(leaf.names[source]), window, out[(*leaf.place(cell), ...)]
+
+
+def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """An empty array that a CPU device takes as it is, without a copy."""
+    size = math.prod(shape) * dtype.itemsize
+    room = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -room.ctypes.data % _ALIGNMENT
+    return room[start : start + size].view(dtype).reshape(shape)
 
 
 def hf_state(leaf: Leaf, array: Any) -> Iterator[tuple[str, np.ndarray]]:

@@ -6,7 +6,7 @@ layers are stacked, scanned or sharded, nor on how many devices there are.
 """
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Sharding
 
-from lora_tune.hf.table import Leaf, Path, base_params, bind, make_array
+from lora_tune.hf.table import Cell, Leaf, Path, base_params, bind, make_array
 from lora_tune.layers.weights import Draw
 
 
@@ -34,10 +34,11 @@ def draw_leaf(leaf: Leaf, draw: Draw, seed: int, sharding: Sharding | None = Non
     """
     inner_shape = tuple(leaf.shape[i] for i in leaf.inner_axes)
 
-    def part(name: str, window: tuple[slice, ...]) -> np.ndarray:
-        return draw(generator(seed, name), inner_shape)[window]
+    def fill(cells: Iterator[Cell]) -> None:
+        for name, window, out in cells:
+            out[...] = draw(generator(seed, name), inner_shape)[window]
 
-    return make_array(leaf, leaf.dtype, part, sharding)
+    return make_array(leaf, leaf.dtype, fill, sharding)
 
 
 def initialise(model: Any, *, seed: int, shardings: Mapping[Path, Sharding] | None = None) -> Any:

@@ -14,7 +14,8 @@ from flax import nnx
 from lora_tune import build, build_data, trained, words
 from lora_tune.errors import InputError
 from lora_tune.hf.adapters import flat_arrays
-from lora_tune.hf.files import nbytes, read_json
+from lora_tune.hf.files import read_json
+from lora_tune.hf.header import nbytes
 from lora_tune.hf.hub import Source
 from lora_tune.hf.peft_config import CONFIG_FILE
 from lora_tune.lora.inject import add_lora

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from lora_tune.hf.files import DTYPES, Tensor
 from lora_tune.hf.fused import Pair
 from lora_tune.hf.load import open_base
 from lora_tune.hf.table import Leaf, hf_state
 from lora_tune.hf.table import Path as LeafPath
+from lora_tune.hf.tensors import DTYPES, Tensor
 from lora_tune.models.decoder import Family
 
 

@@ -8,6 +8,8 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from lora_tune.progress import clock
+
 _BAR = (
     TextColumn("step"),
     MofNCompleteColumn(),
@@ -97,12 +99,6 @@ def describe_samples(row: Mapping[str, Any], *, total_steps: int) -> list[str]:
         )
         for sample in row["samples"]
     ]
-
-
-def clock(seconds: float) -> str:
-    """Hours, minutes and seconds: `0:01:05`."""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
 def _speed(row: Mapping[str, Any]) -> str:

@@ -42,6 +42,7 @@ LEVELS = {
     "lora_tune.compiled": 0,
     "lora_tune.words": 0.5,
     "lora_tune.errors": 0,
+    "lora_tune.progress": 0,
     "lora_tune": 0,
 }
 # Besides the levels: a model knows nothing of adapters, and neither does the training step.

@@ -8,8 +8,9 @@ import sys
 import pytest
 
 from lora_tune.errors import InputError
+from lora_tune.progress import clock
 from lora_tune.training.metrics import MetricsLog, Wandb, read_rows
-from lora_tune.training.report import Terminal, clock
+from lora_tune.training.report import Terminal
 
 TRAIN = {
     "step": 10,

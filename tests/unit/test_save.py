@@ -21,7 +21,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from lora_tune.errors import InputError
-from lora_tune.hf import files
+from lora_tune.hf import header
 from lora_tune.hf.files import open_checkpoint
 from lora_tune.hf.load import ignored_tensors, load_params
 from lora_tune.hf.save import save_full, save_merged
@@ -184,12 +184,12 @@ def test_a_full_disk_leaves_nothing_and_keeps_the_earlier_result(
     listed = sorted(str(p) for p in tmp_path.rglob("*"))
     written = []
 
-    def full(out, array):
-        written.append(array.nbytes)
+    def full(descriptor, data, offset):
+        written.append(data.nbytes)
         if len(written) > 10:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("lora_tune.hf.save.write_array", full)
+    monkeypatch.setattr("lora_tune.hf.merge.write_at", full)
     with pytest.raises(InputError, match="No space left on device"):
         save_merged(arrays, leaves, FAMILY, base, tmp_path / "out")
     assert sorted(str(p) for p in tmp_path.rglob("*")) == listed
@@ -279,6 +279,6 @@ def test_header_is_written_as_safetensors_reads_it(tmp_path):
     path = tmp_path / "x.safetensors"
     array = np.arange(6, dtype=np.float32).reshape(2, 3)
     with path.open("wb") as out:
-        files.write_header(out, iter([("ä", "F32", (3, 2), 24)]), {"format": "pt"})
-        files.write_array(out, array.T)
+        out.write(header.header_bytes([("ä", "F32", (3, 2), 24)], {"format": "pt"}))
+        header.write_array(out, array.T)
     np.testing.assert_array_equal(load_file(path)["ä"], array.T)

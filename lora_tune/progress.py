@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far a long transfer of bytes has come: a live line in a terminal, else a few plain ones."""
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.progress import Progress as Bar
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all)."""
+
+LEAST = 10**9
+"""Bytes from which on a transfer is shown at all."""
+EVERY = 30.0
+"""Seconds between plain lines."""
+
+
+def counted(progress: Progress | None, total: int) -> Callable[[int], None]:
+    """A function to be called with bytes as they are done, which tells `progress` their sum."""
+    done = 0
+
+    def tell(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress is not None:
+            progress(done, total)
+
+    return tell
+
+
+@contextlib.contextmanager
+def shown_as(what: str, *, stream: TextIO | None = None) -> Iterator[Progress]:
+    """Shows a transfer of 1 GB or more as bytes done and in all, rate and time left.
+
+    Args:
+      what: what is done, as `loading weights`.
+      stream: where to write, None for stderr. In a terminal it is one live line; elsewhere one
+        plain line every 30 seconds, and one at the end.
+    """
+    console = Console(file=stream or sys.stderr, highlight=False, soft_wrap=True)
+    shown = _Live(what, console) if console.is_terminal else _Lines(what, console)
+    try:
+        yield shown
+    finally:
+        shown.close()
+
+
+class _Live:
+    def __init__(self, what: str, console: Console) -> None:
+        columns = (TextColumn(what), BarColumn(bar_width=None), DownloadColumn())
+        times = (TransferSpeedColumn(), TextColumn("ETA"), TimeRemainingColumn(compact=True))
+        self._bar = Bar(*columns, *times, console=console)
+        self._task = self._bar.add_task(what)
+        self._started = False
+
+    def __call__(self, done: int, total: int) -> None:
+        if total >= LEAST:
+            if not self._started:
+                self._started = True
+                self._bar.start()
+            self._bar.update(self._task, completed=done, total=total)
+
+    def close(self) -> None:
+        if self._started:
+            self._bar.stop()
+
+
+class _Lines:
+    def __init__(self, what: str, console: Console) -> None:
+        self._what, self._console = what, console
+        self._begun = self._last = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if total < LEAST or (done < total and now - self._last < EVERY):
+            return
+        self._last = now
+        rate = done / max(now - self._begun, 1e-9)
+        left = (total - done) / max(rate, 1e-9)
+        ending = f"ETA {clock(left)}" if done < total else f"done in {clock(now - self._begun)}"
+        amount = f"{done / 1e9:,.1f} of {total / 1e9:,.1f} GB"
+        text = f"{self._what}: {amount}, {rate / 1e6:,.0f} MB/s, {ending}"
+        self._console.print(text, markup=False, emoji=False)
+
+    def close(self) -> None:
+        pass
+
+
+def clock(seconds: float) -> str:
+    """Hours, minutes and seconds: `0:01:05`."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
