@@ -12,11 +12,12 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from lora_tune import build, build_data
+from lora_tune import build, build_data, progress
 from lora_tune import recipe as recipes
 from lora_tune.errors import InputError
 from lora_tune.generation.generate import generate
-from lora_tune.hf import peft, save
+from lora_tune.hf import merge, peft, save
+from lora_tune.hf.shards import shard_bytes
 from lora_tune.hf.table import bind, module_name
 from lora_tune.lora import inject
 from lora_tune.lora.config import LoraConfig
@@ -208,23 +209,34 @@ def save_adapter(
     )
 
 
-def save_merged(model: Decoder, folder: str | Path) -> save.MergeReport:
+def save_merged(
+    model: Decoder, folder: str | Path, *, max_shard_size: str | int | None = None
+) -> merge.MergeReport:
     """Writes the whole model in Hugging Face format, its adapters merged into the weights.
 
     Merged tensors are computed in float32 from the base checkpoint and rounded once; every other
     tensor of the checkpoint is copied byte for byte.
 
+    Args:
+      model: with adapters.
+      folder: to write.
+      max_shard_size: largest file, as bytes or as `5GB`; None keeps the base's own files.
+
     Raises:
       InputError: no adapters, a folder that is not ours to replace, or a full disk.
     """
     _config(model, "save_merged")
-    return save.save_merged(
-        nnx.state(model, inject.adapter_filter),
-        bind(model.family, model),
-        model.family,
-        model.origin.folder,
-        folder,
-    )
+    most = None if max_shard_size is None else shard_bytes(max_shard_size)
+    with progress.shown_as("merging weights") as tell:
+        return save.save_merged(
+            nnx.state(model, inject.adapter_filter),
+            bind(model.family, model),
+            model.family,
+            model.origin.folder,
+            folder,
+            max_shard_bytes=most,
+            progress=tell,
+        )
 
 
 def list_targets(path: str, *, revision: str | None = None) -> list[tuple[str, tuple, int]]:

@@ -18,7 +18,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lora_tune import assets, sharding
+from lora_tune import assets, progress, sharding
 from lora_tune.data import pipeline
 from lora_tune.errors import InputError, said_of
 from lora_tune.hf.files import read_json
@@ -128,7 +128,9 @@ def load_weights(model: Decoder, *, mesh: Mesh | None, random_seed: int | None =
         shardings = {leaf.path: sharding.named_sharding(mesh, leaf.axes) for leaf in leaves}
     if random_seed is not None:
         return initialise(model, seed=random_seed, shardings=shardings)
-    state = load_params(model, model.family, model.origin.folder, shardings=shardings)
+    with progress.shown_as("loading weights") as tell:
+        folder = model.origin.folder
+        state = load_params(model, model.family, folder, shardings=shardings, progress=tell)
     return nnx.merge(nnx.split(model)[0], state)
 
 

@@ -22,7 +22,8 @@ from lora_tune.generation import engine
 from lora_tune.generation.prompts import stop_ids_of
 from lora_tune.generation.sampling import Sampling
 from lora_tune.generation.text import decode as decode_text
-from lora_tune.hf.folder import check_replaceable, check_writable, replace_file
+from lora_tune.hf.files import weights_size
+from lora_tune.hf.folder import check_replaceable, check_space, check_writable, replace_file
 from lora_tune.hf.table import bind
 from lora_tune.lora.inject import AdapterRow, adapter_table, b_norms
 from lora_tune.models.decoder import Decoder
@@ -80,6 +81,8 @@ def train(recipe: str | Path, overrides: Sequence[str] = ()) -> Result:
         weights = loaded.model.init == "pretrained"
         source = build.find_source(path, revision=revision, weights=weights)
         abstract = build.abstract_model(source, build.DecoderOptions())
+    if loaded.save.merged and loaded.lora is not None:
+        check_space(run_dir / "merged", weights_size(source.folder))
     build.check_size(loaded, abstract, mesh)
     tokenizer = build_data.make_tokenizer(loaded, source, abstract.config.vocab_size)
     data = build_data.make_data(loaded, tokenizer)
@@ -268,7 +271,8 @@ class _Run:
         if self.lora is None or recipe.save.merged:
             merged = self.run_dir / "merged"
             parts = {"recipe": recipe, "source": self.source}
-            write.whole(state, self.leaves, self.family, self.origin, merged, **parts)
+            for note in write.whole(state, self.leaves, self.family, self.origin, merged, **parts):
+                metrics.note(note)
         for path in (adapter, merged):
             if path is not None:
                 metrics.note(f"wrote {path}")

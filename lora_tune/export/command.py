@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command `export`: from the checkpoint of a run to a folder, and to the hub."""
 
+import sys
 from pathlib import Path
+from typing import Any
 
 from lora_tune import trained, words
 from lora_tune.errors import InputError
@@ -9,6 +11,7 @@ from lora_tune.export import write
 from lora_tune.export.notes import training_notes
 from lora_tune.hf.card import is_hub_id, model_card
 from lora_tune.hf.folder import check_apart, check_replaceable
+from lora_tune.hf.shards import shard_bytes
 from lora_tune.hf.upload import check_target, upload
 from lora_tune.trained import Trained
 from lora_tune.training.state import unflatten
@@ -16,7 +19,11 @@ from lora_tune.training.state import unflatten
 FORMATS = ("peft", "merged")
 _BASE = {"model.path": str, "model.revision": str}
 _KEYS = {
-    "export": {"run": str, "to": str, "format": str, "push": str, "private": bool, **_BASE},
+    "export": {
+        **{"run": str, "to": str, "format": str, "max_shard_size": str},
+        **{"push": str, "private": bool},
+        **_BASE,
+    },
 }
 _FOREIGN = {
     "output_dir": "run",
@@ -50,13 +57,19 @@ def export(pairs: words.Pairs) -> None:
         raise InputError(f"format is {form!r}, expected one of {', '.join(FORMATS)}")
     if "private" in given and push is None:
         raise InputError("private= is of the repository that push= names; remove it")
+    size = given.get("max_shard_size")
+    if size is not None and form != "merged":
+        raise InputError("max_shard_size= is of format=merged; an adapter is one file; remove it")
+    if size is not None:
+        shard_bytes(size)
     if push is not None:
         check_target(push)
     run = trained.read(given["run"], [f"{key}={given[key]}" for key in _BASE if key in given])
     _check(run, form, push)
     check_apart(folder, run.folder)
     check_replaceable(folder, kind=_kind(run, form))
-    _write(run, form, folder)
+    for note in _write(run, form, folder, size):
+        print(note, file=sys.stderr)
     print(f"wrote {folder}, step {run.step} of {run.folder}")
     if push is not None:
         print(f"pushed to {upload(folder, push, private=given.get('private', False))}")
@@ -84,15 +97,16 @@ def _check(run: Trained, form: str, push: str | None) -> None:
         )
 
 
-def _write(run: Trained, form: str, folder: Path) -> None:
+def _write(run: Trained, form: str, folder: Path, size: str | None) -> list[str]:
     notes = training_notes(run)
     if form == "peft":
         assert run.lora is not None
         state = run.adapter_state()
         write.adapter(state, run.leaves, run.lora, run.origin, folder, notes=notes)
-        return
+        return []
     state = unflatten(run.weights) if run.lora is None else run.adapter_state()
     base = run.source.base_name if is_hub_id(run.source.base_name) else None
     card = model_card(base, run.source.commit, notes=notes)
-    options = {"recipe": run.recipe, "source": run.source, "card": card}
-    write.whole(state, run.leaves, run.model.family, run.origin, folder, **options)
+    options: dict[str, Any] = {"recipe": run.recipe, "source": run.source, "card": card}
+    options["max_shard_size"] = size
+    return write.whole(state, run.leaves, run.model.family, run.origin, folder, **options)

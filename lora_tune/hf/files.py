@@ -128,6 +128,11 @@ def _as(other: Tensor, tensor: Tensor) -> str:
     return "" if other.stored == tensor.stored else f" as {other.stored!r}"
 
 
+def weights_size(folder: Path) -> int:
+    """Bytes of all safetensors files in a folder."""
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
 def raise_listed(what: str, problems: list[str], *, most: int = 20) -> None:
     """Raises one InputError for all problems, naming the first `most` of them; none is fine."""
     if problems:

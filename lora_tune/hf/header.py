@@ -11,7 +11,7 @@ import math
 import os
 import struct
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -48,7 +48,7 @@ def read_header(path: Path) -> tuple[list[Tensor], dict[str, str]]:
         begin = 8 + len(text)
         header = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
         metadata = _metadata(header)
-        tensors = [_tensor(path, begin, name, entry) for name, entry in header.items()]
+        tensors = list(_tensors(path, begin, header))
         tensors.sort(key=lambda t: (t.start, t.stop))
         _check_bytes(tensors, begin, size)
     except OSError as error:
@@ -131,27 +131,36 @@ def _metadata(header: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-def _tensor(path: Path, begin: int, name: str, entry: Any) -> Tensor:
-    at = f"at tensor {short(name)}"
+def _tensors(path: Path, begin: int, header: Mapping[str, Any]) -> Iterator[Tensor]:
+    for name, entry in header.items():
+        try:
+            dtype, shape, (start, stop) = _checked(entry)
+        except ValueError as error:
+            raise ValueError(f"at tensor {short(name)}: {error}") from error
+        yield Tensor(name, name, path, dtype, tuple(shape), begin + start, begin + stop)
+
+
+def _checked(entry: Any) -> tuple[str, list[int], list[int]]:
+    """Type, shape and offsets of a tensor, which agree."""
     if not isinstance(entry, dict) or entry.keys() != _KEYS:
-        raise ValueError(f"{at}: expected dtype, shape and data_offsets")
+        raise ValueError("expected dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _BITS:
-        raise ValueError(f"{at}: unknown type {short(dtype)}")
+        raise ValueError(f"unknown type {short(dtype)}")
     if not _counts(shape) or not _counts(offsets) or len(offsets) != 2:
-        raise ValueError(f"{at}: shape and data_offsets must be counts of elements and bytes")
-    start, stop = offsets
+        raise ValueError("shape and data_offsets must be counts of elements and bytes")
     bits = _BITS[dtype]
     for count in shape:
         bits *= count
         if bits >= 2**63:
-            raise ValueError(f"{at}: no file can hold shape {short(shape)}")
-    if bits != 8 * (stop - start):
+            raise ValueError(f"no file can hold shape {short(shape)}")
+    claimed = offsets[1] - offsets[0]
+    if bits != 8 * claimed:
         raise ValueError(
-            f"{at}: {dtype} of shape {short(shape)} has {-(-bits // 8):,} bytes, its offsets say "
-            f"{stop - start:,}"
+            f"{dtype} of shape {short(shape)} has {-(-bits // 8):,} bytes, its offsets say "
+            f"{claimed:,}"
         )
-    return Tensor(name, name, path, dtype, tuple(shape), begin + start, begin + stop)
+    return dtype, shape, offsets
 
 
 def _counts(value: Any) -> bool:

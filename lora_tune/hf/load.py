@@ -71,7 +71,7 @@ def load_params(
     tell = counted(progress, sum(checkpoint.tensors[name].nbytes for name in names))
     loaded = {}
     with reading() as (reader, pool):
-        loader = _Loader(checkpoint, reader, pool, tell)
+        loader = Loader(checkpoint, reader, pool, tell)
         for leaf in leaves:
             target = np.dtype(dtype if dtype is not None else leaf.dtype)
             array = loader.load(leaf, target, shardings.get(leaf.path))
@@ -137,7 +137,7 @@ def _is_ignored(name: str, family: Family) -> bool:
     return any(re.fullmatch(pattern, name) for pattern, _ in family.ignored)
 
 
-class _Loader:
+class Loader:
     """Fills parameters from the files of a checkpoint, and remembers what is not finite."""
 
     def __init__(

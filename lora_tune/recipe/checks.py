@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from lora_tune.errors import InputError
+from lora_tune.hf.shards import shard_bytes
 from lora_tune.recipe.schema import Data, Mesh, Recipe
 
 _LIMITS: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
@@ -91,6 +92,7 @@ def problems_of(recipe: Recipe) -> list[str]:
         *_schedule(recipe),
         *_batches(recipe),
         *_reports(recipe),
+        *_files(recipe),
     ]
 
 
@@ -114,6 +116,18 @@ def _ranges(recipe: Recipe) -> Iterator[str]:
             for place, number in _numbers(key, (sections[section] or {}).get(name)):
                 if not (math.isfinite(number) and holds(number)):
                     yield f"{place} must be {words}, got {number}"
+
+
+def _files(recipe: Recipe) -> Iterator[str]:
+    size = recipe.save.max_shard_size
+    if size is None:
+        return
+    try:
+        shard_bytes(size)
+    except InputError as error:
+        yield f"save.{error}"
+    if not recipe.save.merged:
+        yield "save.max_shard_size is of merged/, which is not written; set save.merged: true"
 
 
 def _model_and_lora(recipe: Recipe) -> Iterator[str]:

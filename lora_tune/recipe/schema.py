@@ -228,6 +228,9 @@ class Save:
     merged: bool = False
     """Write `merged/`, the whole model in Hugging Face format, at the end; always with
     `lora: null`."""
+    max_shard_size: str | None = None
+    """Largest file of `merged/`, as `5GB`; null keeps the base's own files (5GB with
+    `lora: null`)."""
 
 
 @dataclass(frozen=True)
