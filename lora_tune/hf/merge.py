@@ -200,12 +200,12 @@ def _merge(tensor: Tensor, rows: np.ndarray, first: int, cell: Cell) -> float:
         part = rows[low:high]
         # Only projections carry adapters, and Hugging Face has their kernels transposed. Products
         # in that layout, and sums in place, take half the time.
-        exact = b[:, first + low : first + high].T @ a.T
-        exact *= np.float32(scale)
-        exact += part
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):  # reported below, by name
+            exact = b[:, first + low : first + high].T @ a.T
+            exact *= np.float32(scale)
+            exact += part
             merged = exact.astype(part.dtype)
-        exact -= merged
+            exact -= merged
         rounding = float(np.abs(exact, out=exact).max(initial=0.0))
         if not np.isfinite(rounding):
             raise InputError(_not_finite(tensor, part))
