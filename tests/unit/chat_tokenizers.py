@@ -7,7 +7,11 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-QWEN3_TEMPLATE = (Path(__file__).parents[1] / "data" / "qwen3_chat_template.jinja").read_text()
+_DATA = Path(__file__).parents[1] / "data"
+QWEN3_TEMPLATE = (_DATA / "qwen3_chat_template.jinja").read_text()
+SMOLLM2_TEMPLATE = (_DATA / "smollm2_chat_template.jinja").read_text()
+# In the manner of Llama 3: headers, trimmed contents, tools in the system message, calls as JSON.
+LLAMA3_TEMPLATE = (_DATA / "llama3_style_chat_template.jinja").read_text()
 
 CHATML_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -62,6 +66,21 @@ def llama(template: str | None = LLAMA_TEMPLATE) -> PreTrainedTokenizerFast:
     )
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="</s>"
+    )
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def llama3(template: str | None = LLAMA3_TEMPLATE) -> PreTrainedTokenizerFast:
+    """A tokenizer with Llama 3's special tokens, which puts the first before every text."""
+    backend = Tokenizer.from_str(_bpe())
+    begin, end = "<|begin_of_text|>", "<|eot_id|>"
+    backend.add_special_tokens([begin, "<|start_header_id|>", "<|end_header_id|>", end])
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{begin} $A", special_tokens=[(begin, backend.token_to_id(begin))]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token=begin, eos_token=end, pad_token=end
     )
     tokenizer.chat_template = template
     return tokenizer
