@@ -103,7 +103,7 @@ def test_train_passes_the_recipe_and_its_overrides_on(
         (["tarin", "recipe=a"], "'tarin' is no command, did you mean 'train'?"),
         (
             ["zzz"],
-            "'zzz' is no command, expected one of train, plan, generate, chat, export,",
+            "'zzz' is no command, expected one of train, plan, data, generate, chat, export,",
         ),
         (["train"], "expected one recipe=NAME, a file or one of"),
         (["lora.r=4"], "expected one recipe=NAME, a file or one of"),

@@ -18,7 +18,7 @@ from lora_tune.data import sources
 from lora_tune.data.formats import COLUMNS, FORMATS
 from lora_tune.data.messages import Encoder, encode
 from lora_tune.data.pipeline import encode_rows
-from lora_tune.errors import InputError
+from lora_tune.errors import InputError, short
 
 GOOD = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 CALL = '{"name": "f", "arguments": {"x": [1, 2.5, null]}}'
@@ -222,6 +222,14 @@ def test_bombs_and_halves_that_hide_deeper(tmp_path, row):
     said = survives(path, drop=False)
     if isinstance(said, str):
         assert said.startswith(f"{path}:1")
+
+
+def test_values_too_large_to_show_are_named():
+    deep: list = []
+    for _ in range(100_000):
+        deep = [deep]
+    assert short(deep) == "a list too large to show"
+    assert short(10**5000) == "a int too large to show"
 
 
 @pytest.mark.parametrize("text", ["\r\n".join(LINES[:1] * 3) + "\r\n\r\n", "\ufeff" + LINES[0]])
