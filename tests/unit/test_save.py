@@ -25,6 +25,7 @@ from lora_tune.hf import header
 from lora_tune.hf.files import open_checkpoint
 from lora_tune.hf.load import ignored_tensors, load_params
 from lora_tune.hf.save import save_full, save_merged
+from lora_tune.hf.shards import shard_bytes
 from lora_tune.lora.config import LoraConfig
 
 LORA = LoraConfig(
@@ -282,3 +283,70 @@ def test_header_is_written_as_safetensors_reads_it(tmp_path):
         out.write(header.header_bytes([("ä", "F32", (3, 2), 24)], {"format": "pt"}))
         header.write_array(out, array.T)
     np.testing.assert_array_equal(load_file(path)["ä"], array.T)
+
+
+@pytest.mark.parametrize("size", [None, 4000, 10**9])
+def test_merged_files_have_the_size_that_is_asked_for(tmp_path, base_tensors, size):
+    leaves = leaves_of(tiny())
+    base = write_folder(tmp_path / "base", base_tensors, shards=3)
+    arrays = random_adapters(leaves, LoraConfig(r=2, target_modules=["q_proj"]))
+    save_merged(arrays, leaves, FAMILY, base, tmp_path / "own")
+    report = save_merged(arrays, leaves, FAMILY, base, tmp_path / "out", max_shard_bytes=size)
+    assert every_tensor(tmp_path / "out") == every_tensor(tmp_path / "own")
+    written = sorted((tmp_path / "out").glob("*.safetensors"))
+    index = tmp_path / "out" / "model.safetensors.index.json"
+    total = sum(tensor.nbytes for tensor in all_of(base))
+    if size == 10**9:
+        assert [path.name for path in written] == ["model.safetensors"]
+        assert not index.exists()
+        return
+    found = json.loads(index.read_text())
+    assert found["metadata"]["total_size"] == total
+    for path in written:
+        held = load_file(path)  # a header that safetensors itself accepts
+        assert {name for name, file in found["weight_map"].items() if file == path.name} == {*held}
+        if size:
+            assert sum(t.nbytes for t in held.values()) <= size or len(held) == 1
+    if size is None:
+        names = [path.name for path in written]
+        assert names == sorted(path.name for path in base.glob("*.safetensors"))
+    else:
+        assert len(written) > total // size
+    assert report.merged == 2
+
+
+def test_files_without_a_merged_tensor_stay_as_they_are(tmp_path, base_tensors):
+    leaves = leaves_of(tiny())
+    base = write_folder(tmp_path / "base", base_tensors, shards=40)
+    arrays = random_adapters(leaves, LoraConfig(r=2, target_modules=["q_proj"]))
+    save_merged(arrays, leaves, FAMILY, base, tmp_path / "out")
+    same = [
+        path.read_bytes() == (tmp_path / "out" / path.name).read_bytes()
+        for path in sorted(base.glob("*.safetensors"))
+    ]
+    assert same.count(False) == 2
+
+
+def test_a_wrong_total_size_is_put_right(tmp_path, base_tensors):
+    base = write_folder(tmp_path / "base", base_tensors, shards=3)
+    path = base / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    path.write_text(json.dumps(index | {"metadata": {"total_size": 7, "more": "kept"}}))
+    leaves = leaves_of(tiny())
+    save_merged(random_adapters(leaves, LORA), leaves, FAMILY, base, tmp_path / "out")
+    written = json.loads((tmp_path / "out" / path.name).read_text())
+    assert written == index | {"metadata": index["metadata"] | {"more": "kept"}}
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("5GB", 5e9), ("5GiB", 5 * 2**30), ("500MB", 5e8), ("1.5KB", 1500), ("700", 700), (700, 700)],
+)
+def test_sizes_are_those_of_transformers(text, size):
+    assert shard_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "5 GB", "-5GB", "5gb", "0GB", "5GBs", "nan"])
+def test_what_is_no_size(text):
+    with pytest.raises(InputError, match="max_shard_size must be a size such as 5GB"):
+        shard_bytes(text)
