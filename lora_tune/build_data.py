@@ -31,6 +31,10 @@ class Data:
         """Where the data stands after `step` steps, for the checkpoint."""
         return self.train.position(step)
 
+    def planned(self, step: int) -> Mapping[str, int]:
+        """What step `step`, counted from 1, should count of tokens, for the tripwires."""
+        return self.train.planned(step - 1)
+
 
 def make_data(recipe: schema.Recipe, tokenizer: Any) -> Data:
     """Reads, encodes and packs the rows of a recipe."""

@@ -29,6 +29,7 @@ usage:
   lora-tune chat run=DIR                          a conversation on the terminal; Ctrl-D ends it
   lora-tune export run=DIR to=OUT                 a run's checkpoint as an adapter or merged model
   lora-tune convert-adapter from=DIR to=OUT layout=per-expert   or fused: PEFT's layouts of experts
+  lora-tune verify-resume run=DIR                 trains its end again and compares the log
   lora-tune prove run=DIR                         what PEFT and transformers make of a run
   lora-tune list recipes                          the shipped recipes
   lora-tune list models                           the model types that can be trained
@@ -80,6 +81,10 @@ prove:
   run=DIR             a run folder with adapter/ or merged/; needs torch and peft
   model.path=PATH     the new place of its base model; also model.revision
   tolerance=1e-4      of logits, times the largest one    limit_gb=8  the largest base, in float32
+
+verify-resume:
+  run=DIR             a run folder with checkpoints; nothing in it is changed
+  last=10             logged steps to compare at least, where checkpoints go back so far
 
 options:
   -h, --help    this text
@@ -328,6 +333,16 @@ def _failed(problems: Sequence[str]) -> int:
     return _fail(f"{problems[0]}{more}", status=1) if problems else 0
 
 
+def _verify(arguments: Sequence[str]) -> int:
+    settings = _settings(arguments)
+    from lora_tune import compiled
+    from lora_tune.verify import verify_resume
+
+    compiled.keep()
+    problem = verify_resume(settings)
+    return _fail(problem, status=1) if problem else 0
+
+
 def _list(arguments: Sequence[str]) -> None:
     if not arguments or arguments[0] not in _LISTS:
         raise InputError(f"list takes one of {', '.join(_LISTS)}; see lora-tune --help")
@@ -380,6 +395,7 @@ _VERBS: Mapping[str, Callable[[Sequence[str]], int | None]] = {
     "export": _export,
     "convert-adapter": _convert,
     "prove": _prove,
+    "verify-resume": _verify,
     "list": _list,
 }
 _LISTS: Mapping[str, Callable[[Sequence[str]], None]] = {

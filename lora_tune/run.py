@@ -10,11 +10,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
-from lora_tune import build, build_data
+from lora_tune import build, run_lock
 from lora_tune import recipe as recipes
-from lora_tune.checkpoint import Checkpoints, Restored
+from lora_tune.checkpoint.files import Restored
+from lora_tune.checkpoint.folder import Checkpoints, read_one, steps_in
 from lora_tune.data import messages
 from lora_tune.errors import InputError
 from lora_tune.export import write
@@ -26,12 +26,11 @@ from lora_tune.hf.files import weights_size
 from lora_tune.hf.folder import check_replaceable, check_space, check_writable, replace_file
 from lora_tune.hf.table import bind
 from lora_tune.lora.inject import AdapterRow, adapter_table, b_norms
-from lora_tune.models.decoder import Decoder
-from lora_tune.recipe import schema
+from lora_tune.prepare import Inputs, Training
 from lora_tune.training import loop
 from lora_tune.training.metrics import MetricsLog, Wandb, Writer
 from lora_tune.training.report import Terminal
-from lora_tune.training.state import Weights, split_model, unflatten
+from lora_tune.training.state import Weights, unflatten
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,76 +72,60 @@ def train(recipe: str | Path, overrides: Sequence[str] = ()) -> Result:
     loaded = recipes.load(recipe, overrides)
     run_dir = Path(loaded.output_dir)
     check_writable(run_dir)
+    if loaded.train.resume not in ("auto", "never"):
+        checkpoint_of(loaded.train.resume)  # fails before anything is read
     check_replaceable(run_dir / "adapter", kind="adapter")
     check_replaceable(run_dir / "merged", kind="full" if loaded.lora is None else "merged")
-    mesh = build.make_mesh(loaded.mesh)
-    path, revision = loaded.model.path, loaded.model.revision
-    with build.said_of("model.path"):
-        weights = loaded.model.init == "pretrained"
-        source = build.find_source(path, revision=revision, weights=weights)
-        abstract = build.abstract_model(source, build.DecoderOptions())
+    inputs = Inputs.read(loaded)
     if loaded.save.merged and loaded.lora is not None:
-        check_space(run_dir / "merged", weights_size(source.folder))
-    build.check_size(loaded, abstract, mesh)
-    tokenizer = build_data.make_tokenizer(loaded, source, abstract.config.vocab_size)
-    data = build_data.make_data(loaded, tokenizer)
-    build.optimizer_of(loaded, _total_steps(loaded, data))  # fails before weights are read
-    model = build.make_model(loaded, source, mesh)
-    return _Run(loaded, source, mesh, tokenizer, data, model).go()
+        check_space(run_dir / "merged", weights_size(inputs.source.folder))
+    with run_lock.held(run_dir):
+        return _Run(inputs).go()
 
 
 class _Run:
     """The parts of one run, and the order in which they act."""
 
-    def __init__(
-        self,
-        recipe: schema.Recipe,
-        source: Any,
-        mesh: Mesh | None,
-        tokenizer: Any,
-        data: build_data.Data,
-        model: Decoder,
-    ):
-        self.recipe, self.mesh, self.tokenizer, self.data = recipe, mesh, tokenizer, data
+    def __init__(self, inputs: Inputs):
+        recipe = inputs.recipe
+        self.recipe, self.source, self.mesh = recipe, inputs.source, inputs.mesh
+        self.tokenizer, self.data, self.total_steps = (
+            inputs.tokenizer,
+            inputs.data,
+            inputs.total_steps,
+        )
+        self.training = Training.build(inputs)
+        model, self.split = self.training.model, self.training.split
         assert model.origin is not None  # build gave it one
-        self.source = source
         self.run_dir = Path(recipe.output_dir)
         self.leaves = bind(model.family, model)
         self.family, self.origin = model.family, model.origin
         self.table = () if recipe.lora is None else adapter_table(model, model.adapter.config)
         self.lora = None if recipe.lora is None else model.adapter.config
+        self.fingerprint = build.fingerprint(recipe, self.source)
         self.adapter_norms = None if self.lora is None else b_norms(model, self.lora)
-        self.split = split_model(model)
-        self.total_steps = _total_steps(recipe, data)
 
     def go(self) -> Result:
-        recipe, split = self.recipe, self.split
-        optimizer, schedule = build.optimizer_of(recipe, self.total_steps)
-        opt_state, opt_shardings = build.init_optimizer(optimizer, split, self.mesh)
+        recipe = self.recipe
         checkpoints = Checkpoints(
             self.run_dir / "checkpoints",
             keep=recipe.save.keep,
             every=recipe.save.every,
-            fingerprint=build.fingerprint(recipe, self.source),
+            fingerprint=self.fingerprint,
         )
-        restored = self._restore(checkpoints, (split.trainable, opt_state))
-        trainable, start = split.trainable, 0
+        trainable, opt_state, frozen = self.training.state
+        restored, start = self._restore(checkpoints, (trainable, opt_state)), 0
         if restored is not None:
             trainable, opt_state, start = restored.trainable, restored.opt_state, restored.meta.step
         self._describe()
         with self._metrics(restored) as metrics:
             self._introduce(metrics, start)
             outcome = loop.run(
-                state=(trainable, opt_state, split.frozen),
-                step_fn=build.jit_step(recipe, split, optimizer, opt_shardings, self.mesh),
-                data=self.data,
-                place=build.make_place(self.mesh, recipe.train.gradient_accumulation_steps),
+                **self.training.fixed,
+                state=(trainable, opt_state, frozen),
                 checkpoints=checkpoints,
                 metrics=metrics,
-                schedule=schedule,
                 total_steps=self.total_steps,
-                log_every=recipe.log.every,
-                seed=recipe.train.seed,
                 start_step=start,
                 counts=None if restored is None else restored.meta.counts,
                 eval_fn=self._evaluation(),
@@ -171,12 +154,15 @@ class _Run:
             ) from error
 
     def _restore(self, checkpoints: Checkpoints, state: tuple[Any, Any]) -> Restored | None:
-        if self.recipe.train.resume == "never" and checkpoints.steps():
+        resume = self.recipe.train.resume
+        if resume == "never" and checkpoints.steps():
             raise InputError(
                 f"train.resume=never, but {checkpoints.folder} holds a checkpoint of step "
                 f"{checkpoints.latest()}; set another output_dir or train.resume=auto"
             )
         restored = checkpoints.restore(state)
+        if restored is None and resume not in ("auto", "never"):
+            restored = read_one(checkpoint_of(resume), state, self.fingerprint)
         if restored is not None:
             self.data.train.check(dict(restored.meta.position))
             if restored.meta.step > self.total_steps:
@@ -279,12 +265,22 @@ class _Run:
         return adapter, merged
 
 
-def _total_steps(recipe: schema.Recipe, data: build_data.Data) -> int:
-    train = recipe.train
-    if train.max_steps is not None:
-        return train.max_steps
-    assert train.num_train_epochs is not None  # the recipe's checks: one of the two is set
-    return data.train.steps(train.num_train_epochs)
+def checkpoint_of(resume: str) -> Path:
+    """The checkpoint that `train.resume=PATH` means: the folder of one, or a run's newest.
+
+    Raises:
+      InputError: there is none.
+    """
+    path = Path(resume).absolute()
+    if path.name.isdecimal() and path.is_dir():
+        return path
+    for folder in (path / "checkpoints", path):
+        if steps := steps_in(folder):
+            return folder / str(steps[-1])
+    raise InputError(
+        f"train.resume: expected auto, never, a run folder with checkpoints, or one checkpoint "
+        f"(RUN/checkpoints/STEP), got {resume!r}, which is none of these"
+    )
 
 
 def _question(example: Any) -> tuple[list[int], list[int]]:

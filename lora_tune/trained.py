@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from lora_tune import build, checkpoint
+from lora_tune import build
 from lora_tune import recipe as recipes
+from lora_tune.checkpoint.folder import read_trained
 from lora_tune.errors import InputError
 from lora_tune.hf.adapters import SCALE
 from lora_tune.hf.hub import Source
@@ -103,7 +104,7 @@ def read(folder: Path | str, overrides: Sequence[str] = ()) -> Trained:
         model = build.abstract_model(source, build.decoder_options(recipe))
     lora = None if recipe.lora is None else recipe.lora.config()
     wanted = split_model(model if lora is None else add_lora(model, lora)).trainable
-    found = checkpoint.read_trained(folder / "checkpoints", wanted)
+    found = read_trained(folder / "checkpoints", wanted)
     step, weights = (None, wanted) if found is None else found
     leaves = bind(model.family, model)
     return Trained(folder, recipe, source, model, leaves, lora, step, weights)

@@ -83,6 +83,12 @@ class Examples(Sized):
         return [source.examples for source in self.sources or (self.report,)]
 
     @cached_property
+    def targets(self) -> np.ndarray:
+        """Trained tokens in each example that have a token before them, int64 [examples]."""
+        counts = np.add.reduceat(self.mask, self.offsets[:-1], dtype=np.int64)
+        return counts - self.mask[self.offsets[:-1]]
+
+    @cached_property
     def fingerprint(self) -> str:
         """A hash of all tokens, masks and boundaries."""
         digest = hashlib.blake2b(digest_size=16)
@@ -282,6 +288,15 @@ class Dataset:
         """The examples in each row of a step's batch, in the order they stand in it."""
         first = step * self.batch_size
         return [self._row(row) for row in range(first, first + self.batch_size)]
+
+    def planned(self, step: int) -> dict[str, int]:
+        """Tokens in a step's batch, and those of them that are targets to train."""
+        ids = [i for row in self.example_ids(step) for i in row]
+        examples = self.examples
+        return {
+            "tokens": int(examples.lengths[ids].sum()),
+            "trained_tokens": int(examples.targets[ids].sum()),
+        }
 
     def position(self, step: int) -> dict[str, int | str | bool]:
         """Where the stream stands before `step`, and all that the stream follows from."""

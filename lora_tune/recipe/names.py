@@ -158,7 +158,7 @@ _MEANINGS: Mapping[str, str] = {
     "lora.target_modules": "a list of module names, a regular expression or `all-linear`",
     "model.remat": "full, dots, save_attention, none or offload",
     "train.batch_size": "sequences an optimizer step, over all devices and accumulation steps",
-    "train.resume": "auto or never",
+    "train.resume": "auto, never, or the folder of a run or of a checkpoint",
 }
 
 

@@ -209,8 +209,9 @@ class Train:
     """Parts a batch is computed in, one after the other; more needs less memory."""
     seed: int = 0
     """Decides adapters, data order and dropout."""
-    resume: Literal["auto", "never"] = "auto"
-    """`auto` goes on from the last checkpoint in `output_dir`; `never` refuses if there is one."""
+    resume: str = "auto"
+    """`auto` goes on from the last checkpoint in `output_dir`; `never` refuses if there is one. A
+    path, of a run folder or of one checkpoint in it, is where a run begins that has none yet."""
     loss_chunk_size: int = 8192
     """Entries of the vocabulary whose logits exist at one time; fewer needs less memory."""
 

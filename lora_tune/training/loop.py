@@ -8,7 +8,8 @@ after the step in progress on SIGINT or SIGTERM.
 
 Evaluations, samples and checkpoints wait for the device; otherwise the numbers of a step are
 fetched, checked and logged while the next one runs. No state is saved before its step, and all
-before it, passed the tripwires and stand in the log.
+before it, passed the tripwires and stand in the log. A checkpoint is written out while training
+goes on.
 """
 
 import os
@@ -17,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,7 +29,7 @@ import numpy as np
 
 from lora_tune.errors import InputError
 from lora_tune.training import tripwires
-from lora_tune.training.metrics import MetricsLog
+from lora_tune.training.metrics import Writer
 
 Batch = Mapping[str, Any]
 State = tuple[Any, Any, Any]
@@ -47,9 +48,16 @@ class Data(Protocol):
         """Describes, as JSON values, where the data stands after `step` steps."""
         ...
 
+    def planned(self, step: int) -> Mapping[str, int]:
+        """The `tokens` and `trained_tokens` of step `step`, over all devices."""
+        ...
 
-class Saver(Protocol):
-    """What the loop needs of `lora_tune.checkpoint.Checkpoints`."""
+
+class Saver(AbstractContextManager["Saver"], Protocol):
+    """What the loop needs of `lora_tune.checkpoint.folder.Checkpoints`.
+
+    Leaving it as a context waits until the checkpoint that is being written is whole.
+    """
 
     def due(self, step: int) -> bool:
         """Whether to save after this step."""
@@ -64,7 +72,7 @@ class Saver(Protocol):
         counts: Mapping[str, int],
         eval_loss: float | None,
     ) -> Path:
-        """Writes a checkpoint and returns its folder."""
+        """Begins to write a checkpoint and returns its folder; the state may then be donated."""
         ...
 
 
@@ -94,7 +102,7 @@ def run(
     data: Data,
     place: Callable[[Batch], Any],
     checkpoints: Saver,
-    metrics: MetricsLog,
+    metrics: Writer,
     schedule: Callable[[Any], jax.Array],
     total_steps: int,
     log_every: int,
@@ -134,20 +142,20 @@ def run(
         evaluate(0, trainable, frozen)
         sample(0, trainable, frozen)
 
-    with _signals() as stop:
+    with _signals() as stop, checkpoints:
         for step, batch in _numbered(data, start_step, total_steps):
             inputs = place(batch), _step_key(seed, step, opt_state)
             if step == start_step + 1:
-                log.compile(step_fn, trainable, opt_state, frozen, *inputs)
-            with jax.transfer_guard("disallow"):
-                trainable, opt_state, out = step_fn(trainable, opt_state, frozen, *inputs)
+                compiled = log.compile(step_fn, trainable, opt_state, frozen, *inputs)
+            with jax.transfer_guard("disallow"), tripwires.never_compiled_again(step):
+                trainable, opt_state, out = compiled(trainable, opt_state, frozen, *inputs)
 
             last, stopped = step == total_steps, stop.name
             evaluating = last or _every(eval_every, step)
             # Whoever asked the run to stop does not wait for answers.
             sampling = last or (stopped is None and _every(sample_every, step))
             saving = last or stopped is not None or checkpoints.due(step)
-            log.add(step, out)
+            log.add(step, out, data.planned(step))
             log.settle(all_steps=evaluating or sampling or saving or step == start_step + 1)
             if adapter_norms and (saving or step == tripwires.ADAPTERS_MOVE_BY_STEP):
                 tripwires.check_adapters(step, adapter_norms(trainable))
@@ -161,9 +169,10 @@ def run(
                         step, now, position=at, counts=log.counts, eval_loss=eval_loss
                     )
             if stopped and not last:
-                metrics.note(f"{stopped}: stopped after step {step}, saved in {saved}")
                 break
     early = stopped if step < total_steps else None
+    if early:
+        metrics.note(f"{early}: stopped after step {step}, saved in {saved}")
     return Outcome((trainable, opt_state, frozen), step, log.counts, early, saved)
 
 
@@ -172,7 +181,7 @@ class _Log:
 
     def __init__(
         self,
-        metrics: MetricsLog,
+        metrics: Writer,
         schedule: Callable[[Any], jax.Array],
         total_steps: int,
         log_every: int,
@@ -187,27 +196,28 @@ class _Log:
         self._rates = np.asarray(jax.jit(jax.vmap(schedule))(jnp.arange(total_steps)))
         self._logged = {1, total_steps}
         self._log_every = log_every
-        self._pending: deque[tuple[int, Any]] = deque()
+        self._pending: deque[tuple[int, Any, Mapping[str, int]]] = deque()
         self._compile_seconds: float | None = None
         self._restart_clock()
 
-    def compile(self, step_fn: jax.stages.Wrapped, *args: Any) -> None:
-        """Compiles ahead of the first call, which then finds the result in jit's own cache."""
+    def compile(self, step_fn: jax.stages.Wrapped, *args: Any) -> Callable[..., Any]:
+        """Compiles ahead of the first call. The program takes arguments like these and no other."""
         begin = time.perf_counter()
-        step_fn.lower(*args).compile()
+        compiled = step_fn.lower(*args).compile()
         self._compile_seconds = time.perf_counter() - begin
         self._restart_clock()
+        return compiled
 
-    def add(self, step: int, out: Mapping[str, jax.Array]) -> None:
-        """Takes note of a step that was handed to the device."""
-        self._pending.append((step, out))
+    def add(self, step: int, out: Mapping[str, jax.Array], planned: Mapping[str, int]) -> None:
+        """Takes note of a step that was handed to the device, and of the tokens it should count."""
+        self._pending.append((step, out, planned))
 
     def settle(self, *, all_steps: bool) -> None:
         """Waits for all pending steps, or for all but the newest, which may still run."""
         while len(self._pending) > (0 if all_steps else 1):
-            step, out = self._pending.popleft()
+            step, out, planned = self._pending.popleft()
             values = {name: value.item() for name, value in jax.device_get(dict(out)).items()}
-            tripwires.check_step(step, values)
+            tripwires.check_step(step, values, planned)
             self.counts["total_tokens"] += int(values["tokens"])
             self.counts["total_trained_tokens"] += int(values["trained_tokens"])
             self._window_tokens += int(values["tokens"])
@@ -298,15 +308,15 @@ class _Stop:
 
 @contextmanager
 def _signals() -> Iterator[_Stop]:
-    """Turns the first SIGINT or SIGTERM into a request; a second one ends the program at once."""
+    """Turns the first SIGINT or SIGTERM into a request; the system ends the program at a second."""
     stop = _Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
 
     def ask(number: int, _: Any) -> None:
-        if stop.name is not None:
-            raise KeyboardInterrupt
+        for each in before:
+            signal.signal(each, signal.SIG_DFL)
         stop.name = signal.Signals(number).name
         # Printing is not safe in a signal handler, a plain write is.
         os.write(2, f"\n{stop.name}: finishing this step, then saving\n".encode())

@@ -5,8 +5,9 @@ Each check is pure: it looks at numbers that are on the host already and raises 
 one sentence that says what is wrong, the likely cause and the remedy.
 """
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 # B starts at zero and a warm-up makes the first step one of learning rate zero.
 ADAPTERS_MOVE_BY_STEP = 2
@@ -25,12 +26,30 @@ def check_trainable(count: int) -> None:
         )
 
 
-def check_step(step: int, metrics: Mapping[str, float]) -> None:
+@contextlib.contextmanager
+def never_compiled_again(step: int) -> Iterator[None]:
+    """Around a call of the compiled step: arguments that it was not compiled for stop the run.
+
+    Compiling anew for every batch would go on in silence, and many times slower.
+    """
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise TripwireError(
+            f"step {step} has arrays of other shapes, types or places than the step was compiled "
+            f"for ({str(error).splitlines()[0][:200]}), and would be compiled again; give every "
+            "batch the same shape (data.max_length, train.batch_size)"
+        ) from error
+
+
+def check_step(step: int, metrics: Mapping[str, float], planned: Mapping[str, int]) -> None:
     """Raises if the numbers of one optimizer step cannot be those of healthy training.
 
     Args:
       step: the step, counted from 1.
-      metrics: `loss`, `grad_norm` and `trained_tokens` of that step.
+      metrics: `loss`, `grad_norm`, `tokens` and `trained_tokens` of that step, as the devices
+        counted them.
+      planned: `tokens` and `trained_tokens`, as the data has them.
     """
     loss, norm = metrics["loss"], metrics["grad_norm"]
     if metrics["trained_tokens"] < 1:
@@ -39,6 +58,13 @@ def check_step(step: int, metrics: Mapping[str, float]) -> None:
             "is masked; check that the conversations have assistant turns and that data.max_length "
             "does not cut them off"
         )
+    for name in ("tokens", "trained_tokens"):
+        if round(metrics[name]) != planned[name]:
+            raise TripwireError(
+                f"step {step} counted {metrics[name]:,.0f} {name.replace('_', ' ')}, the data has "
+                f"{planned[name]:,} for it: rows were lost or doubled on the way to the devices; "
+                "check that mesh.* is the same for every process, and report this if it is"
+            )
     if not math.isfinite(loss):
         raise TripwireError(
             f"the loss of step {step} is {loss}: the model overflowed or its weights are damaged; "

@@ -25,8 +25,9 @@ from small_run import (
 )
 
 import lora_tune
-from lora_tune import checkpoint, cli
+from lora_tune import cli
 from lora_tune import recipe as recipes
+from lora_tune.checkpoint import files
 from lora_tune.hf import peft, save
 from lora_tune.training.metrics import MetricsLog
 
@@ -500,7 +501,7 @@ def test_a_disk_that_is_full_in_one_place_after_another(
     for owner, name, call, said, adds in (
         (recipes, "save", 1, f"output_dir {place.run_dir} cannot be written", set()),
         (MetricsLog, "write", 2, "metrics.jsonl cannot be written", START),
-        (checkpoint, "_write", 2, "the checkpoint of step 4", set()),
+        (files, "start_writing", 2, "the checkpoint of step 4", set()),
         (peft, "_write_weights", 1, "run/adapter: could not be written", set()),
         (save, "_merge_file", 1, "run/merged: could not be written", {"adapter"}),
     ):

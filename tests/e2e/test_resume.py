@@ -4,6 +4,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from small_run import leftovers, losses_of, rows_of, tree_of, write_chats, write_model, write_recipe
 
@@ -212,3 +214,76 @@ def test_another_run_does_not_go_on_from_these_checkpoints(
     assert said in err
     assert "output_dir" in err, "it says what to do"
     assert tree_of(whole) == before
+
+
+def test_the_end_of_a_run_is_verified_and_the_run_is_left_alone(
+    whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = tree_of(whole)
+    assert cli.main(["verify-resume", f"run={whole}", "last=3"]) == 0
+    out = capsys.readouterr().out
+    start = int(out.partition("from step ")[2].split()[0]) - 1
+    assert start in Run(whole, whole).saved()
+    assert f"{STEPS - start} of {STEPS - start} logged steps are the same, bit for bit" in out
+    # More than the checkpoints go back: from the very beginning.
+    assert cli.main(["verify-resume", f"run={whole}", f"last={STEPS}"]) == 0
+    assert f"{STEPS} of {STEPS} logged steps are the same" in capsys.readouterr().out
+    assert tree_of(whole) == before
+
+
+@pytest.mark.parametrize("key", ["loss", "grad_norm", "total_trained_tokens"])
+def test_a_log_that_does_not_come_back_is_told(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    folder = Path(shutil.copytree(whole, tmp_path / "run"))
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    [row] = [row for row in rows if row["step"] == STEPS - 1 and "loss" in row]
+    row[key] = np.nextafter(row[key], 9e9) if isinstance(row[key], float) else row[key] + 1
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert cli.main(["verify-resume", f"run={folder}", "last=1"]) == 0, "not among the last"
+    assert cli.main(["verify-resume", f"run={folder}", "last=2"]) == 1
+    err = capsys.readouterr().err
+    assert f"step {STEPS - 1} is not what was logged: {key} {row[key]!r} is" in err
+
+
+def test_a_run_goes_on_from_the_checkpoint_of_another(
+    recipe: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start, *_ = Run(recipe, whole).saved()
+    arguments = [f"recipe={recipe}", f"output_dir={tmp_path / 'run'}"]
+    path = whole / "checkpoints" / str(start)
+    assert cli.main([*arguments, f"train.resume={path}"]) == 0
+    rows = rows_of(tmp_path / "run")
+    assert rows == [row for row in rows_of(whole) if row["step"] > start]
+    assert tree_of(tmp_path / "run" / "adapter") == tree_of(whole / "adapter")
+    # There is a checkpoint of its own now, and a run folder stands for its newest.
+    assert cli.main([*arguments, f"train.resume={whole}"]) == 0
+    assert f"going on after step {STEPS}" in capsys.readouterr().out
+
+    for wrong in ("awto", str(tmp_path), str(whole / "adapter")):
+        place = f"output_dir={tmp_path / 'new'}"
+        assert cli.main([f"recipe={recipe}", place, f"train.resume={wrong}"]) == 2
+        err = capsys.readouterr().err
+        assert "train.resume: expected auto, never, a run folder with checkpoints" in err
+        assert repr(wrong) in err
+        assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.slow
+def test_a_folder_is_used_by_one_run_at_a_time(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(recipe, tmp_path / "run")
+    process = run.start()
+    try:
+        wait_for(process, lambda: run.logged() > 0)
+        assert cli.main([f"recipe={recipe}", f"output_dir={run.folder}"]) == 2
+    finally:
+        process.kill()
+        process.communicate(timeout=60)
+    err = capsys.readouterr().err
+    assert f"output_dir {run.folder} is in use by process {process.pid} on " in err
+    assert err.count("\n") == 1
+    # The process is gone, so is its hold on the folder.
+    assert cli.main([f"recipe={recipe}", f"output_dir={run.folder}"]) == 0
+    assert ".in_use" not in os.listdir(run.folder)

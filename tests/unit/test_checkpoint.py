@@ -14,8 +14,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from toy_problem import make_state, optimizer
 
-from lora_tune import checkpoint
-from lora_tune.checkpoint import Checkpoints
+from lora_tune.checkpoint import files
+from lora_tune.checkpoint import folder as folders
+from lora_tune.checkpoint.folder import Checkpoints
 from lora_tune.errors import InputError
 
 COUNT = {"count": jnp.int32(0)}
@@ -47,8 +48,17 @@ def abstract(tree):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
-def open_folder(path, **changes):
-    return Checkpoints(path, **({"keep": 3, "every": 1} | changes))
+class Waiting(Checkpoints):
+    """For tests of what a checkpoint holds, not of when it is there."""
+
+    def save(self, *args, **kwargs):
+        path = super().save(*args, **kwargs)
+        self.wait()
+        return path
+
+
+def open_folder(path, *, kind=Waiting, **changes):
+    return kind(path, **({"keep": 3, "every": 1} | changes))
 
 
 def test_moments_and_schedule_count_survive(tmp_path):
@@ -231,21 +241,21 @@ def test_a_damaged_newest_one_is_passed_over_loudly(tmp_path, damage):
 def test_wrong_values_are_found_even_if_the_storage_does_not_notice(tmp_path, monkeypatch):
     folder = open_folder(tmp_path, warn=lambda _: None)
     folder.save(1, small_state(), position={})
-    real = checkpoint._checksum
-    monkeypatch.setattr(checkpoint, "_checksum", lambda x: real(x) + 1)
+    real = files._checksum
+    monkeypatch.setattr(files, "_checksum", lambda x: real(x) + 1)
     with pytest.raises(InputError, match=r"no checkpoint in .* can be read"):
         folder.restore(small_state())
 
 
 def test_checksum_sees_position_sign_and_every_bit():
     x = np.random.default_rng(0).normal(size=(3, 5)).astype(np.float32)
-    seen = {int(checkpoint._checksum(jnp.array(x)))}
+    seen = {int(files._checksum(jnp.array(x)))}
     changed = [x[::-1], x[:, ::-1], -x, np.nextafter(x, np.float32(9))]
     for bit in range(32):
         y = x.copy()
         y.view(np.uint32)[1, 2] ^= np.uint32(1 << bit)
         changed.append(y)
-    seen |= {int(checkpoint._checksum(jnp.array(y))) for y in changed}
+    seen |= {int(files._checksum(jnp.array(y))) for y in changed}
     assert len(seen) == 1 + len(changed)
 
 
@@ -274,7 +284,7 @@ def test_a_removal_cut_short_leaves_no_half_checkpoint(tmp_path, monkeypatch):
 
     folder = open_folder(tmp_path, keep=1)
     folder.save(1, small_state(1), position={})
-    monkeypatch.setattr(checkpoint.shutil, "rmtree", die)
+    monkeypatch.setattr(folders.shutil, "rmtree", die)
     with pytest.raises(KeyboardInterrupt):
         folder.save(2, small_state(2), position={})
     monkeypatch.undo()
@@ -286,15 +296,17 @@ def test_a_removal_cut_short_leaves_no_half_checkpoint(tmp_path, monkeypatch):
 CHILD = """
     import os, resource, signal, sys
     import jax.numpy as jnp
-    from lora_tune.checkpoint import Checkpoints
+    from lora_tune.checkpoint.folder import Checkpoints
     from lora_tune.errors import InputError
 
     folder = Checkpoints(sys.argv[1], keep=3, every=1)
     state = {"kernel": jnp.arange(65536.0) ** 0.5}, {"count": jnp.int32(3)}
     folder.save(1, state, position={})
+    folder.wait()
     {interfere}
     try:
         folder.save(2, state, position={})
+        folder.wait()
     except InputError as error:
         print(error)
     print(sorted(os.listdir(sys.argv[1])))
@@ -332,7 +344,7 @@ def test_killed_just_before_the_last_rename_the_new_one_is_invisible(tmp_path):
 
 @pytest.mark.parametrize("fills_up", ["before", "during"])
 def test_a_full_disk_is_one_sentence_and_leaves_the_earlier_one(tmp_path, fills_up):
-    taken = "import lora_tune.checkpoint as c; c._reserve = lambda *_: None; "
+    taken = "import lora_tune.checkpoint.files as c; c._reserve = lambda *_: None; "
     done = run_child(tmp_path, (taken if fills_up == "during" else "") + SMALL_DISK)
     assert done.returncode == 0, done.stderr
     if fills_up == "before":
@@ -342,6 +354,60 @@ def test_a_full_disk_is_one_sentence_and_leaves_the_earlier_one(tmp_path, fills_
     assert "/2: File too large; free space" in message
     assert "output_dir" in message
     assert listing == "['1']"
+
+
+def test_the_state_may_be_donated_while_it_is_written(tmp_path):
+    donate = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 - 1, tree), donate_argnums=0)
+    noise = {"kernel": jax.random.normal(jax.random.key(0), (512, 512))}
+    want = np.asarray(noise["kernel"])
+    with open_folder(tmp_path, kind=Checkpoints) as folder:
+        folder.save(1, (noise, COUNT), position={})
+        noise = donate(noise)
+    found = folder.restore((noise, COUNT))
+    np.testing.assert_array_equal(found.trainable["kernel"], want)
+
+
+def test_leaving_the_folder_waits_and_prunes(tmp_path):
+    with open_folder(tmp_path, kind=Checkpoints, keep=1) as folder:
+        for step in (1, 2, 3):
+            folder.save(step, small_state(step), position={})
+    assert [path.name for path in tmp_path.iterdir()] == ["3"]
+
+
+def test_a_write_that_fails_late_is_told_by_the_next_save_or_at_the_end(tmp_path, monkeypatch):
+    class Failing:
+        def wait_until_finished(self):
+            raise ValueError("OS error: No space left on device [os_error_code='28']")
+
+        def close(self):
+            pass
+
+    said = []
+    monkeypatch.setattr(folders.files, "start_writing", lambda *_: Failing())
+    folder = open_folder(tmp_path, kind=Checkpoints, warn=said.append)
+    words = r"checkpoint of step 1 could not be written to .*/1: No space left on device; free"
+    folder.save(1, small_state(), position={})
+    with pytest.raises(InputError, match=words):
+        folder.save(2, small_state(), position={})
+    with pytest.raises(InputError, match=words), folder:
+        folder.save(1, small_state(), position={})
+    folder.save(1, small_state(), position={})
+    # What went wrong first is what the run ends with.
+    with pytest.raises(RuntimeError, match="the loss is nan"), folder:
+        raise RuntimeError("the loss is nan")
+    assert len(said) == 1
+    assert "checkpoint of step 1 could not be written" in said[0]
+
+
+def test_reading_one_checkpoint_changes_nothing(tmp_path):
+    folder = open_folder(tmp_path)
+    for step in (1, 2):
+        folder.save(step, small_state(step), position={})
+    break_json(tmp_path / "2")
+    assert folders.read_one(tmp_path / "1", small_state()).meta.step == 1
+    with pytest.raises(InputError, match=r"checkpoint .*/2 is damaged"):
+        folders.read_one(tmp_path / "2", small_state())
+    assert folder.steps() == [1, 2]
 
 
 def test_impossible_settings_are_refused(tmp_path):

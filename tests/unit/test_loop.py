@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from toy_problem import ToyData, make_state, make_step, optimizer, train
 
-from lora_tune.checkpoint import Checkpoints
+from lora_tune.checkpoint.folder import Checkpoints
 from lora_tune.errors import InputError
 from lora_tune.training.loop import run
 from lora_tune.training.metrics import MetricsLog, read_rows
@@ -235,6 +235,36 @@ def test_a_tripwire_stops_before_the_step_is_logged_or_saved(tmp_path, values, w
     assert checkpoints.steps() == []
 
 
+@pytest.mark.parametrize("name", ["tokens", "trained_tokens"])
+def test_tokens_that_are_not_those_of_the_data_stop_the_run(tmp_path, name):
+    class Other(ToyData):
+        def planned(self, step):
+            found = super().planned(step)
+            return {**found, name: found[name] + (step == 3)}
+
+    words = f"step 3 counted .* {name.replace('_', ' ')}, the data has"
+    with pytest.raises(TripwireError, match=words):
+        run_parts(run_dir=tmp_path, data=Other())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda batch: {name: value[:, :-1] for name, value in batch.items()},
+        lambda batch: {**batch, "x": batch["x"].astype(np.float16)},
+        lambda batch: {**batch, "more": np.zeros(3, np.float32)},
+    ],
+)
+def test_a_batch_that_the_step_was_not_compiled_for_stops_the_run(tmp_path, change):
+    class Other(ToyData):
+        def batch(self, step):
+            found = super().batch(step)
+            return change(found) if step == 4 else found
+
+    with pytest.raises(TripwireError, match="step 4 has arrays of other shapes"):
+        run_parts(run_dir=tmp_path, data=Other())
+
+
 def test_adapters_that_do_not_move_stop_the_run_at_step_2(tmp_path):
     with pytest.raises(TripwireError, match="after 2 steps the B of stuck"):
         run_parts(run_dir=tmp_path, adapter_norms=lambda _: {"stuck": 0.0})
@@ -300,16 +330,27 @@ def test_a_signal_saves_after_the_step_and_says_where(tmp_path, number):
     assert rows_of(tmp_path / "cut") == rows_of(tmp_path / "whole")
 
 
-def test_a_second_interrupt_ends_at_once(tmp_path):
-    class Impatient(ToyData):
-        def batch(self, step):
-            if step == 2:
-                os.kill(os.getpid(), signal.SIGINT)
-                os.kill(os.getpid(), signal.SIGINT)
-            return super().batch(step)
+IMPATIENT = """
+import os, signal, sys
+from toy_problem import ToyData, train
 
-    with pytest.raises(KeyboardInterrupt):
-        train(tmp_path, total_steps=6, data=Impatient())
+class Impatient(ToyData):
+    def batch(self, step):
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGINT)
+        return super().batch(step)
+
+train(sys.argv[1], total_steps=6, data=Impatient())
+"""
+
+
+def test_a_second_signal_ends_at_once(tmp_path):
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", IMPATIENT, str(tmp_path)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGINT, done.stderr
+    assert "SIGTERM: finishing this step, then saving" in done.stderr
 
 
 def test_runs_outside_the_main_thread(tmp_path):

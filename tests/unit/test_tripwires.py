@@ -11,7 +11,8 @@ from lora_tune.training.tripwires import (
     check_trainable,
 )
 
-GOOD = {"loss": 1.5, "grad_norm": 0.3, "trained_tokens": 7}
+PLANNED = {"tokens": 9, "trained_tokens": 7}
+GOOD = {"loss": 1.5, "grad_norm": 0.3, **PLANNED}
 
 
 @pytest.mark.parametrize(
@@ -24,17 +25,20 @@ GOOD = {"loss": 1.5, "grad_norm": 0.3, "trained_tokens": 7}
         ({"grad_norm": math.inf}, "gradient norm of step 3 is inf"),
         ({"grad_norm": 0.0}, "gradient norm of step 3 is exactly 0.*target_modules"),
         ({"trained_tokens": 0, "loss": math.nan}, "no trained token.*max_length"),
+        ({"trained_tokens": 6.0}, "counted 6 trained tokens, the data has 7 for it.*mesh"),
+        ({"tokens": 18}, "counted 18 tokens, the data has 9 for it.*mesh"),
     ],
 )
 def test_each_fault_has_its_cause_and_remedy(changes, words):
     with pytest.raises(TripwireError, match=words) as caught:
-        check_step(3, GOOD | changes)
+        check_step(3, GOOD | changes, PLANNED)
     assert "\n" not in str(caught.value)
 
 
 def test_healthy_numbers_pass():
-    check_step(1, GOOD)
-    check_step(1, GOOD | {"loss": 1e-30, "grad_norm": 1e-30, "trained_tokens": 1})
+    check_step(1, GOOD, PLANNED)
+    least = {"loss": 1e-30, "grad_norm": 1e-30, "trained_tokens": 1}
+    check_step(1, GOOD | least, PLANNED | {"trained_tokens": 1})
     check_trainable(1)
     check_evaluation(0, {"eval_loss": 0.0})
     check_adapters(2, {"a": 1e-20})

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from lora_tune.checkpoint import Checkpoints
+from lora_tune.checkpoint.folder import Checkpoints
 from lora_tune.training.loop import run
 from lora_tune.training.metrics import MetricsLog
 from lora_tune.training.optim import make_optimizer
@@ -93,6 +93,9 @@ class ToyData:
 
     def position(self, step):
         return {"examples": step * ROWS}
+
+    def planned(self, step):
+        return {"tokens": ROWS, "trained_tokens": round(ToyData.batch(self, step)["weights"].sum())}
 
 
 def make_eval(data):

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checkpoints of a run folder: when they are written, which are kept, which is read."""
+
+import re
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+
+from lora_tune.checkpoint import files
+from lora_tune.checkpoint.files import Damaged, Meta, Restored
+from lora_tune.errors import InputError
+
+_LEFTOVER = re.compile(r"\d+\.(orbax-checkpoint-tmp.*|removed)$")
+_OS_REASON = re.compile(
+    "No space left on device|File too large|Disk quota exceeded|Permission denied|"
+    "Read-only file system|Input/output error"
+)
+
+
+class Checkpoints:
+    """The checkpoints of one run folder.
+
+    Opening the folder removes what a killed save or a killed removal left there. A checkpoint is
+    written while training goes on; leaving the object as a context waits for the last one.
+
+    Args:
+      folder: `RUN/checkpoints`; made if it does not exist.
+      keep: how many of the newest to keep. The one with the lowest `eval_loss` is kept besides.
+      every: save after every so many steps; 0 saves only where the caller asks.
+      fingerprint: plain JSON values that a continued run must share with the checkpoint.
+      warn: receives one sentence whenever a checkpoint has to be passed over.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        *,
+        keep: int,
+        every: int,
+        fingerprint: Mapping[str, Any] | None = None,
+        warn: Callable[[str], None] | None = None,
+    ) -> None:
+        if keep < 1 or every < 0:
+            raise InputError(
+                f"section save needs keep >= 1 and every >= 0, got keep = {keep}, every = {every}"
+            )
+        self.folder = Path(folder).absolute()
+        self.every = every
+        self._keep = keep
+        self._fingerprint = files.plain(fingerprint or {})
+        self._warn = warn or _to_stderr
+        self._pending: tuple[Path, Any] | None = None
+        if jax.process_index() == 0:
+            self._open()
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.wait()
+        elif isinstance(error, Exception):
+            try:
+                self.wait()
+            except InputError as late:  # what was raised first is what went wrong
+                self._warn(f"warning: {late}")
+
+    def due(self, step: int) -> bool:
+        """Whether a checkpoint is to be written after this step."""
+        return self.every > 0 and step % self.every == 0
+
+    def steps(self) -> list[int]:
+        """The steps of all checkpoints in the folder, ascending."""
+        return steps_in(self.folder)
+
+    def latest(self) -> int | None:
+        """The newest step, or None in a new run."""
+        return max(self.steps(), default=None)
+
+    def save(
+        self,
+        step: int,
+        state: tuple[Any, Any],
+        *,
+        position: Mapping[str, Any],
+        counts: Mapping[str, int] | None = None,
+        eval_loss: float | None = None,
+    ) -> Path:
+        """Begins to write (trainable, opt_state) after `step`; returns the checkpoint's folder.
+
+        Waits for the checkpoint before, and until this state may be donated. The folder is there,
+        whole, after `wait`.
+
+        Raises:
+          InputError: if the disk does not take it, or did not take the one before; earlier
+            checkpoints are untouched.
+        """
+        self.wait()
+        path = self.folder / str(step)
+        meta = Meta(step, dict(position), dict(counts or {}), self._fingerprint, eval_loss)
+        try:
+            self._pending = path, files.start_writing(path, state, meta)
+        except Exception as error:
+            self._refused(path, error)
+        return path
+
+    def wait(self) -> None:
+        """Waits until the checkpoint that is being written is whole, and removes old ones.
+
+        Raises:
+          InputError: if the disk did not take it; earlier checkpoints are untouched.
+        """
+        if self._pending is None:
+            return
+        path, writer = self._pending
+        self._pending = None
+        try:
+            writer.wait_until_finished()
+            writer.close()
+        except Exception as error:
+            self._refused(path, error)
+        self._prune()
+
+    def restore(self, abstract: tuple[Any, Any]) -> Restored | None:
+        """Reads the newest valid checkpoint, or returns None if the folder holds none.
+
+        A damaged checkpoint is reported, renamed to `STEP.corrupt` and passed over.
+
+        Args:
+          abstract: as for `lora_tune.checkpoint.files.read`.
+
+        Raises:
+          InputError: if the checkpoint belongs to another run (fingerprint, or other adapters), or
+            if all checkpoints are damaged.
+        """
+        found = self.steps()
+        for step in reversed(found):
+            path = self.folder / str(step)
+            try:
+                return files.read(path, abstract, self._fingerprint)
+            except Damaged as error:
+                self._set_aside(path, error)
+        if found:
+            raise InputError(
+                f"no checkpoint in {self.folder} can be read (steps {found}, now named "
+                "STEP.corrupt); remove that folder to start from the beginning"
+            )
+        return None
+
+    def _open(self) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._sweep()
+        except OSError as error:
+            raise InputError(
+                f"the checkpoint folder {self.folder} cannot be used: {files.first_line(error)}; "
+                "set another output_dir"
+            ) from error
+
+    def _refused(self, path: Path, error: Exception) -> None:
+        """Raises what the user needs to know of a checkpoint that could not be written."""
+        reason = _refusal(error)
+        if reason is None:
+            raise error
+        self._sweep()
+        raise InputError(
+            f"the checkpoint of step {path.name} could not be written to {path}: {reason}; "
+            "free space there or set another output_dir, then run the same command again"
+        ) from error
+
+    def _sweep(self) -> None:
+        for path in self.folder.iterdir():
+            if _LEFTOVER.match(path.name):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _prune(self) -> None:
+        if jax.process_index() != 0:
+            return
+        steps = self.steps()
+        old = steps[: -self._keep]
+        best = _best([self.folder / str(step) for step in steps]) if old else None
+        for step in old:
+            if step != best:
+                # A removal cut short must not leave half a checkpoint under its name.
+                doomed = (self.folder / str(step)).rename(self.folder / f"{step}.removed")
+                shutil.rmtree(doomed)
+
+    def _set_aside(self, path: Path, error: Exception) -> None:
+        aside = path.with_name(f"{path.name}.corrupt")
+        self._warn(
+            f"warning: checkpoint {path} is damaged ({error}); it is passed over and "
+            f"renamed to {aside.name}"
+        )
+        if jax.process_index() == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+
+
+def steps_in(folder: Path) -> list[int]:
+    """The steps of the checkpoints of a folder, ascending; none where there is no such folder."""
+    found = folder.iterdir() if folder.is_dir() else ()
+    return sorted(int(path.name) for path in found if path.name.isdecimal())
+
+
+def read_one(
+    path: Path, abstract: tuple[Any, Any], fingerprint: Mapping[str, Any] | None = None
+) -> Restored:
+    """Reads the checkpoint that was asked for; nothing on disk is changed.
+
+    Args:
+      path: its folder.
+      abstract: as for `lora_tune.checkpoint.files.read`.
+      fingerprint: as for `Checkpoints`.
+
+    Raises:
+      InputError: it is damaged, or belongs to another run.
+    """
+    try:
+        return files.read(path, abstract, files.plain(fingerprint or {}))
+    except Damaged as error:
+        raise InputError(f"checkpoint {path} is damaged ({error}); name another one") from error
+
+
+def read_trained(folder: Path | str, abstract: Any) -> tuple[int, Any] | None:
+    """Reads what was trained from the newest checkpoint, and changes nothing on disk.
+
+    Args:
+      folder: `RUN/checkpoints`.
+      abstract: the trained weights, as for `lora_tune.checkpoint.files.read`.
+
+    Returns:
+      The step and the weights, None where there is no checkpoint.
+
+    Raises:
+      InputError: the newest checkpoint is damaged or has other weights.
+    """
+    folder = Path(folder).absolute()
+    steps = steps_in(folder)
+    if not steps:
+        return None
+    path = folder / str(steps[-1])
+    try:
+        return steps[-1], files.read_trained(path, abstract)
+    except Damaged as error:
+        raise InputError(
+            f"checkpoint {path} is damaged ({error}); give the command that trained "
+            "again, which goes on from the one before"
+        ) from error
+
+
+def _best(paths: list[Path]) -> int | None:
+    losses = {int(path.name): _eval_loss(path) for path in paths}
+    known = {step: loss for step, loss in losses.items() if loss is not None}
+    return min(known, key=lambda step: (known[step], step)) if known else None
+
+
+def _eval_loss(path: Path) -> float | None:
+    try:
+        return files.read_meta(path).eval_loss
+    except Damaged:  # since it was written: not a candidate for the best one
+        return None
+
+
+def _refusal(error: Exception) -> str | None:
+    """Why the operating system did not take a file; tensorstore hides that in a long ValueError."""
+    found = _OS_REASON.search(str(error))
+    if found:
+        return found[0]
+    return files.first_line(error) if isinstance(error, OSError) else None
+
+
+def _to_stderr(sentence: str) -> None:
+    print(sentence, file=sys.stderr, flush=True)

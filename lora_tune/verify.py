@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `verify-resume`: trains the end of a run again and compares what was logged."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from lora_tune import build, words
+from lora_tune import recipe as recipes
+from lora_tune.checkpoint.folder import read_one, steps_in
+from lora_tune.errors import InputError
+from lora_tune.prepare import Inputs, Training
+from lora_tune.recipe import schema
+from lora_tune.training import loop
+from lora_tune.training.metrics import read_rows
+
+_BASE = {"model.path": str, "model.revision": str}
+_KEYS = {"verify-resume": {"run": str, "last": int, **_BASE}}
+_FOREIGN = {"output_dir": "run", "recipe": "run", "steps": "last", "path": "model.path"}
+_CLOCK = ("tokens_per_second", "seconds_per_step", "compile_seconds")
+"""What a row holds besides what the recipe decides."""
+
+
+def verify_resume(pairs: words.Pairs) -> str | None:
+    """Trains from a checkpoint to the end of the log again; nothing in the run folder is changed.
+
+    Returns:
+      What differs first from what was logged, None if all of it is the same, bit for bit.
+
+    Raises:
+      InputError: there is nothing to compare.
+    """
+    given = words.parse(pairs, "verify-resume", _KEYS, foreign=_FOREIGN)
+    if "run" not in given:
+        raise InputError("expected run=DIR, the folder of a run")
+    last = given.get("last", 10)
+    if last < 1:
+        raise InputError(f"last is {last}, expected at least 1, the number of losses to compare")
+    folder = Path(given["run"])
+    if not (folder / "recipe.yaml").is_file():
+        raise InputError(f"{folder} is no run folder: there is no recipe.yaml in it")
+    overrides = [f"{key}={given[key]}" for key in _BASE if key in given]
+    recipe = recipes.load(str(folder / "recipe.yaml"), overrides)
+    logged = {row["step"]: row for row in read_rows(folder / "metrics.jsonl") if "loss" in row}
+    start = _start(folder, sorted(logged), last)
+    replayed = _replay(recipe, folder, start, max(logged))
+    wanted = {step: row for step, row in logged.items() if step > start}
+    return _compare(wanted, replayed)
+
+
+def _start(folder: Path, logged: list[int], last: int) -> int:
+    """The newest step to go on from with so many logged steps after it, or the oldest there is."""
+    # A run begins with a logged step 1, unless it went on from the checkpoint of another.
+    beginning = [0] if logged[:1] == [1] else []
+    possible = [*beginning, *steps_in(folder / "checkpoints")]
+    useful = [step for step in possible if logged and step < logged[-1]]
+    if not useful:
+        raise InputError(
+            f"{folder} has no checkpoint with a logged step after it, so there is nothing to train "
+            "again and compare; let it train on"
+        )
+    enough = [step for step in useful if sum(each > step for each in logged) >= last]
+    return max(enough, default=min(useful))
+
+
+@dataclasses.dataclass
+class _Collected:
+    """Keeps the rows that the loop logs."""
+
+    rows: dict[int, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        self.rows[row["step"]] = row
+
+    def note(self, sentence: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class _Unsaved:
+    """A saver for a loop that leaves no trace."""
+
+    def __enter__(self) -> "_Unsaved":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        pass
+
+    def due(self, step: int) -> bool:
+        return False
+
+    def save(self, step: int, state: tuple[Any, Any], **_: Any) -> Path:
+        return Path()
+
+
+def _replay(
+    recipe: schema.Recipe, folder: Path, start: int, end: int
+) -> dict[int, Mapping[str, Any]]:
+    inputs = Inputs.read(recipe)
+    training = Training.build(inputs)
+    trainable, opt_state, frozen = training.state
+    counts: Mapping[str, int] = {}
+    if start:
+        fingerprint = build.fingerprint(recipe, inputs.source)
+        path = folder / "checkpoints" / str(start)
+        restored = read_one(path, (trainable, opt_state), fingerprint)
+        inputs.data.train.check(dict(restored.meta.position))
+        trainable, opt_state, counts = restored.trainable, restored.opt_state, restored.meta.counts
+    print(f"training again from step {start + 1} to {end}", flush=True)
+    collected = _Collected()
+    loop.run(
+        **training.fixed,
+        state=(trainable, opt_state, frozen),
+        checkpoints=_Unsaved(),
+        metrics=collected,
+        total_steps=end,
+        start_step=start,
+        counts=counts,
+    )
+    return collected.rows
+
+
+def _compare(
+    logged: Mapping[int, Mapping[str, Any]], replayed: Mapping[int, Mapping[str, Any]]
+) -> str | None:
+    """Prints every logged step; says what differs first."""
+    first, same = None, 0
+    for step, row in logged.items():
+        again = replayed.get(step, {})
+        other = [key for key in row if key not in _CLOCK and row[key] != again.get(key)]
+        same += not other
+        told = ", ".join(f"{key} {row[key]!r} is {again.get(key)!r} now" for key in other)
+        print(f"step {step}: {told}" if told else f"step {step}: loss {row['loss']!r}, the same")
+        if other and first is None:
+            first = f"step {step} is not what was logged: {told}"
+    print(f"{same} of {len(logged)} logged steps are the same, bit for bit")
+    return first and (
+        f"{first}; other devices, another number of them or other versions of jax give other "
+        "roundings, anything else is a fault"
+    )
