@@ -18,7 +18,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lora_tune import assets, progress, sharding
+from lora_tune import assets, distributed, progress, sharding
 from lora_tune.data import pipeline
 from lora_tune.errors import InputError, said_of
 from lora_tune.hf.files import read_json
@@ -90,12 +90,13 @@ def declared_dtype(source: Source) -> str | None:
 
 def make_mesh(section: schema.Mesh) -> Mesh | None:
     """The mesh of a recipe, None for a single device."""
-    if jax.process_count() > 1:
-        raise InputError(
-            f"{jax.process_count()} processes have joined, but a run uses the devices of one host"
-        )
     sizes = dataclasses.asdict(section)
     mesh = sharding.make_mesh(**sizes)
+    if jax.process_count() > 1 and mesh.size < jax.device_count():
+        raise InputError(
+            f"mesh: {jax.process_count()} processes have {jax.device_count()} devices together, "
+            f"the mesh uses {mesh.size}; make the mesh axes multiply to {jax.device_count()}"
+        )
     return mesh if mesh.size > 1 else None
 
 
@@ -152,7 +153,7 @@ def with_adapter(model: Decoder, folder: Path | str, *, dropout: float | None = 
     adapted = add_lora(model, config)
     for path, array in adapter_arrays(adapters).items():
         variable = _at(adapted, path)
-        variable.set_value(jax.device_put(array, variable.get_value().sharding))
+        variable.set_value(distributed.put(array, variable.get_value().sharding))
     return adapted
 
 
@@ -260,9 +261,11 @@ def check_size(recipe: schema.Recipe, model: Decoder, mesh: Mesh | None) -> None
 
 def _device_memory(mesh: Mesh | None) -> int | None:
     """Bytes of all devices of a run together, None where they share the host's memory."""
-    devices = jax.local_devices()[:1] if mesh is None else list(mesh.devices.flat)
+    devices = jax.local_devices()[:1] if mesh is None else mesh.local_devices
     found = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
-    return None if None in found else sum(amount for amount in found if amount)
+    known = [amount for amount in found if amount]
+    whole = 1 if mesh is None else mesh.size
+    return sum(known) * whole // len(devices) if len(known) == len(devices) else None
 
 
 def optimizer_of(
@@ -324,6 +327,15 @@ def rows_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, sharding.batch_spec(None))
 
 
+def local_rows(recipe: schema.Recipe, mesh: Mesh | None) -> np.ndarray | None:
+    """The rows of a batch that this process needs, as `lora_tune.distributed.local_rows`."""
+    if mesh is None:
+        return None
+    parts = recipe.train.gradient_accumulation_steps
+    shape = (parts, recipe.train.batch_size // parts, recipe.data.max_length)
+    return distributed.local_rows(rows_sharding(mesh), shape)
+
+
 def make_place(mesh: Mesh | None, accumulation: int) -> Callable[[Batch], Any]:
     """Puts a batch `[rows, T]` on the devices as `[accumulation, rows / accumulation, T]`."""
     rows = None if mesh is None else rows_sharding(mesh)
@@ -332,7 +344,7 @@ def make_place(mesh: Mesh | None, accumulation: int) -> Callable[[Batch], Any]:
         parts = {
             name: array.reshape(accumulation, -1, array.shape[-1]) for name, array in batch.items()
         }
-        return jax.device_put(parts, rows)
+        return distributed.put(parts, rows)
 
     return place
 

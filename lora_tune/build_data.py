@@ -5,6 +5,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
 from lora_tune import assets
 from lora_tune.data import pipeline, sources
 from lora_tune.data import tokenizer as tokenizers
@@ -36,8 +38,8 @@ class Data:
         return self.train.planned(step - 1)
 
 
-def make_data(recipe: schema.Recipe, tokenizer: Any) -> Data:
-    """Reads, encodes and packs the rows of a recipe."""
+def make_data(recipe: schema.Recipe, tokenizer: Any, local_rows: np.ndarray | None = None) -> Data:
+    """Reads, encodes and packs the rows of a recipe; see `Dataset` on `local_rows`."""
     section = recipe.data
     examples = _training_examples(section, tokenizer, None)
     held_out = None
@@ -55,6 +57,7 @@ def make_data(recipe: schema.Recipe, tokenizer: Any) -> Data:
         seed=recipe.train.seed,
         shuffle=section.shuffle,
         weights=weights or None,
+        local_rows=local_rows,
     )
     return Data(dataset, held_out, examples[0])
 

@@ -41,7 +41,7 @@ class Inputs:
             abstract = build.abstract_model(source, build.DecoderOptions())
         build.check_size(recipe, abstract, mesh)
         tokenizer = build_data.make_tokenizer(recipe, source, abstract.config.vocab_size)
-        data = build_data.make_data(recipe, tokenizer)
+        data = build_data.make_data(recipe, tokenizer, build.local_rows(recipe, mesh))
         inputs = cls(recipe, source, mesh, tokenizer, data)
         build.optimizer_of(recipe, inputs.total_steps)  # fails before weights are read
         return inputs

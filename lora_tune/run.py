@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """A whole run: recipe in; run folder, adapter and numbers out."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from lora_tune import build, run_lock
+from lora_tune import __version__, build, distributed, run_lock
 from lora_tune import recipe as recipes
 from lora_tune.checkpoint.files import Restored
 from lora_tune.checkpoint.folder import Checkpoints, read_one, steps_in
@@ -22,13 +23,15 @@ from lora_tune.generation import engine
 from lora_tune.generation.prompts import stop_ids_of
 from lora_tune.generation.sampling import Sampling
 from lora_tune.generation.text import decode as decode_text
+from lora_tune.hf.adapters import SCALE, A, B
 from lora_tune.hf.files import weights_size
 from lora_tune.hf.folder import check_replaceable, check_space, check_writable, replace_file
 from lora_tune.hf.table import bind
 from lora_tune.lora.inject import AdapterRow, adapter_table, b_norms
 from lora_tune.prepare import Inputs, Training
+from lora_tune.recipe import schema
 from lora_tune.training import loop
-from lora_tune.training.metrics import MetricsLog, Wandb, Writer
+from lora_tune.training.metrics import MetricsLog, Unlogged, Wandb, Writer
 from lora_tune.training.report import Terminal
 from lora_tune.training.state import Weights, unflatten
 
@@ -70,17 +73,40 @@ def train(recipe: str | Path, overrides: Sequence[str] = ()) -> Result:
       TripwireError: training has gone wrong, e.g. a loss that is not finite.
     """
     loaded = recipes.load(recipe, overrides)
-    run_dir = Path(loaded.output_dir)
-    check_writable(run_dir)
-    if loaded.train.resume not in ("auto", "never"):
-        checkpoint_of(loaded.train.resume)  # fails before anything is read
-    check_replaceable(run_dir / "adapter", kind="adapter")
-    check_replaceable(run_dir / "merged", kind="full" if loaded.lora is None else "merged")
-    inputs = Inputs.read(loaded)
-    if loaded.save.merged and loaded.lora is not None:
-        check_space(run_dir / "merged", weights_size(inputs.source.folder))
-    with run_lock.held(run_dir):
+    distributed.join(**dataclasses.asdict(loaded.distributed))
+    with contextlib.ExitStack() as held:
+        with distributed.together("prepare the run"):
+            _check_folders(loaded)
+            inputs = Inputs.read(loaded)
+            if loaded.save.merged and loaded.lora is not None:
+                check_space(Path(loaded.output_dir), weights_size(inputs.source.folder))
+            if distributed.is_first():
+                held.enter_context(run_lock.held(Path(loaded.output_dir)))
+        distributed.check_same(_shared(inputs))
         return _Run(inputs).go()
+
+
+def _check_folders(recipe: schema.Recipe) -> None:
+    """Refuses folders that cannot be written, or read, before anything else is."""
+    run_dir = Path(recipe.output_dir)
+    check_writable(run_dir)
+    if recipe.train.resume not in ("auto", "never"):
+        checkpoint_of(recipe.train.resume)
+    check_replaceable(run_dir / "adapter", kind="adapter")
+    check_replaceable(run_dir / "merged", kind="full" if recipe.lora is None else "merged")
+
+
+def _shared(inputs: Inputs) -> dict[str, Any]:
+    """What all processes of a run must have in common."""
+    recipe = dataclasses.asdict(inputs.recipe)
+    del recipe["distributed"]
+    return {
+        "the recipe": recipe,
+        "the model": build.fingerprint(inputs.recipe, inputs.source),
+        "the training data": inputs.data.train.position(0),
+        "the version of jax": jax.__version__,
+        "the version of lora_tune": __version__,
+    }
 
 
 class _Run:
@@ -117,7 +143,8 @@ class _Run:
         restored, start = self._restore(checkpoints, (trainable, opt_state)), 0
         if restored is not None:
             trainable, opt_state, start = restored.trainable, restored.opt_state, restored.meta.step
-        self._describe()
+        if distributed.is_first():
+            self._describe()
         with self._metrics(restored) as metrics:
             self._introduce(metrics, start)
             outcome = loop.run(
@@ -136,7 +163,10 @@ class _Run:
             )
             adapter = merged = None
             if outcome.interrupted is None:
-                adapter, merged = self._export(outcome.state[0], metrics)
+                weights = self._on_host(outcome.state[0])
+                with distributed.together("write what was trained"):
+                    if distributed.is_first():
+                        adapter, merged = self._export(weights, metrics)
             return Result(
                 self.run_dir, outcome.step, metrics.rows(), adapter, merged, outcome.interrupted
             )
@@ -174,6 +204,8 @@ class _Run:
         return restored
 
     def _metrics(self, restored: Restored | None) -> MetricsLog:
+        if not distributed.is_first():
+            return Unlogged()
         start = 0 if restored is None else restored.meta.step
         writers: list[Writer] = [Terminal(total_steps=self.total_steps, start_step=start)]
         log = self.recipe.log
@@ -248,9 +280,20 @@ class _Run:
 
         return sample
 
-    def _export(self, trainable: Weights, metrics: MetricsLog) -> tuple[Path | None, Path | None]:
+    def _on_host(self, trainable: Weights) -> dict[str, Any]:
+        """What exports are made of, in every process: of several, none has all of it."""
+        weights = {**self.split.frozen, **trainable}
+        if jax.process_count() == 1:
+            return weights
+        # In this order in every process. The base is read from its files, not from the devices.
+        lora = [name for name in weights if name.rpartition("/")[2] in (A, B, SCALE)]
+        return {name: distributed.fetch(weights[name]) for name in lora or weights}
+
+    def _export(
+        self, weights: Mapping[str, Any], metrics: MetricsLog
+    ) -> tuple[Path | None, Path | None]:
         recipe, adapter, merged = self.recipe, None, None
-        state = unflatten({**self.split.frozen, **trainable})
+        state = unflatten(weights)
         if self.lora is not None and recipe.save.adapter:
             adapter = self.run_dir / "adapter"
             write.adapter(state, self.leaves, self.lora, self.origin, adapter)

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from lora_tune.distributed import is_first
 from lora_tune.errors import InputError
 
 _FORMAT = 1
@@ -71,7 +72,7 @@ def start_writing(path: Path, state: tuple[Any, Any], meta: Meta) -> Any:
     """
     import orbax.checkpoint as ocp
 
-    if jax.process_index() == 0:
+    if is_first():
         _reserve(path.parent, jax.tree.leaves(state))
     flat = {item: _flat(tree) for item, tree in zip(_ITEMS, state, strict=True)}
     record = {

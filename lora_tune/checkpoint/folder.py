@@ -9,10 +9,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import jax
-
 from lora_tune.checkpoint import files
 from lora_tune.checkpoint.files import Damaged, Meta, Restored
+from lora_tune.distributed import is_first
 from lora_tune.errors import InputError
 
 _LEFTOVER = re.compile(r"\d+\.(orbax-checkpoint-tmp.*|removed)$")
@@ -55,8 +54,7 @@ class Checkpoints:
         self._fingerprint = files.plain(fingerprint or {})
         self._warn = warn or _to_stderr
         self._pending: tuple[Path, Any] | None = None
-        if jax.process_index() == 0:
-            self._open()
+        self._open()
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -176,12 +174,14 @@ class Checkpoints:
         ) from error
 
     def _sweep(self) -> None:
+        if not is_first():
+            return
         for path in self.folder.iterdir():
             if _LEFTOVER.match(path.name):
                 shutil.rmtree(path, ignore_errors=True)
 
     def _prune(self) -> None:
-        if jax.process_index() != 0:
+        if not is_first():
             return
         steps = self.steps()
         old = steps[: -self._keep]
@@ -198,7 +198,7 @@ class Checkpoints:
             f"warning: checkpoint {path} is damaged ({error}); it is passed over and "
             f"renamed to {aside.name}"
         )
-        if jax.process_index() == 0:
+        if is_first():
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
 

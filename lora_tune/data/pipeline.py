@@ -234,6 +234,9 @@ class Dataset:
 
     `weights`, one for each source of the examples, are the proportions of an epoch's examples;
     None takes every example once. See `mixing.epoch_order`.
+
+    Of a batch that several processes share, each fills its `local_rows` (bool `[batch_size]`) and
+    leaves the others empty; which example stands where is the same for any number of processes.
     """
 
     def __init__(
@@ -246,6 +249,7 @@ class Dataset:
         seed: int = 0,
         shuffle: bool = True,
         weights: Sequence[float] | None = None,
+        local_rows: np.ndarray | None = None,
     ) -> None:
         _check_lengths(examples, max_length)
         if weights is not None:
@@ -257,6 +261,7 @@ class Dataset:
         self.seed = seed
         self.shuffle = shuffle
         self.weights = None if weights is None else list(weights)
+        self._local = np.ones(batch_size, bool) if local_rows is None else local_rows
         self._first_rows = [0]
         self._epoch_rows: dict[int, list[list[int]]] = {}
 
@@ -281,7 +286,8 @@ class Dataset:
     def batches(self, start_step: int = 0) -> Iterator[tuple[int, Batch]]:
         """Yield `(step, arrays [batch_size, max_length])` from `start_step` on."""
         for step in count(start_step):
-            rows = [[self.examples[i] for i in row] for row in self.example_ids(step)]
+            ids = zip(self.example_ids(step), self._local, strict=True)
+            rows = [[self.examples[i] for i in row] if mine else [] for row, mine in ids]
             yield step, batches.build(rows, max_length=self.max_length)
 
     def example_ids(self, step: int) -> list[list[int]]:

@@ -18,6 +18,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from lora_tune import distributed
 from lora_tune.errors import InputError
 from lora_tune.generation.sampling import Sampling, next_tokens
 from lora_tune.training.state import Weights, unflatten
@@ -179,12 +180,13 @@ def steps(
     numbers[: len(prompts)] = range(len(prompts)) if rows is None else rows
     place = place_of(weights)
     program = program_of(graphdef, place)
-    draw = sampling, *jax.device_put((jax.random.key(seed), numbers, _padded(stop_ids)), place)
+    key = jax.jit(jax.random.key, out_shardings=place)(seed)
+    draw = sampling, key, *distributed.put((numbers, _padded(stop_ids)), place)
 
     state = program.create(weights, batch, cache_size, sampling.repetition_penalty is not None)
     chunk = 1 if by_token else LENGTHS[-1]
     for at in range(0, length, chunk):
-        part = jax.device_put([a[:, at : at + chunk] for a in (tokens, segment_ids)], place)
+        part = distributed.put([a[:, at : at + chunk] for a in (tokens, segment_ids)], place)
         state, *drawn = program.advance(weights, state, *part, 0, *draw)
     for step in range(1, max_new_tokens + 1):
         before = drawn

@@ -8,6 +8,7 @@ from typing import Any, cast
 import numpy as np
 from flax import nnx
 
+from lora_tune import distributed
 from lora_tune.hf.table import Leaf, Path, module_name
 
 A, B, SCALE = "kernel_lora_a", "kernel_lora_b", "kernel_lora_scale"
@@ -91,7 +92,7 @@ def collect_adapters(
     adapters = {}
     for leaf in kernels:
         beside: list[Path] = [(*leaf.path[:-1], name) for name in (A, B, SCALE)]
-        found = [np.asarray(arrays[path]) for path in beside if path in arrays]
+        found = [distributed.fetch(arrays[path]) for path in beside if path in arrays]
         if found:
             _check_shapes(leaf, found)
             a, b, scale = (array.astype(np.float32) for array in found)

@@ -17,6 +17,8 @@ import jax
 import numpy as np
 from flax import nnx
 
+from lora_tune import distributed
+
 Path = tuple[str | int, ...]
 STACK_AXES = ("block", "layer", "expert")
 _ALIGNMENT = 64  # what XLA asks of buffers on a CPU
@@ -240,7 +242,7 @@ def hf_state(leaf: Leaf, array: Any) -> Iterator[tuple[str, np.ndarray]]:
 
     The exact inverse of loading, for any stacking. Sharded arrays are fetched to the host whole.
     """
-    host = np.asarray(array)
+    host = distributed.fetch(array)
     if host.shape != leaf.shape:
         raise ValueError(f"{leaf.dotted}: expected shape {leaf.shape}, got {host.shape}")
     for cell in np.ndindex(leaf.names.shape):

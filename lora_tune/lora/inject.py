@@ -19,6 +19,7 @@ import qwix
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
+from lora_tune import distributed
 from lora_tune.errors import InputError
 from lora_tune.hf.table import STACK_AXES, Leaf, Path, bind, module_name
 from lora_tune.lora.config import LoraConfig
@@ -138,7 +139,7 @@ def _draw(
         metadata = variable.get_metadata()
         sharding = None if mesh is None else named_sharding(mesh, metadata["axes"])
         if path[-1] == LORA_SCALE:
-            value = jax.device_put(stack.scales, sharding)
+            value = distributed.put(stack.scales, sharding)
         else:
             leaf = adapter_leaf(kernel, variable)
             value = draw_leaf(leaf, metadata["init"], seed, sharding)

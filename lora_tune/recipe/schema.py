@@ -172,6 +172,23 @@ class Mesh:
 
 
 @dataclass(frozen=True)
+class Distributed:
+    """How the processes of several hosts, each with the same command, become one run."""
+
+    coordinator_address: str | None = None
+    """`HOST:PORT` of process 0; or leave these three to the environment."""
+    num_processes: int | None = None
+    """How many processes there are."""
+    process_id: int | None = None
+    """The number of this one, from 0."""
+    detect: bool | None = None
+    """Find the others by the environment (TPU slice, Slurm, Open MPI); null does so where its
+    variables speak of several processes, false never."""
+    timeout: int = 300
+    """Seconds to wait for the others to come."""
+
+
+@dataclass(frozen=True)
 class Optim:
     """AdamW and its learning rate schedule."""
 
@@ -275,6 +292,7 @@ class Recipe:
     """`lora: null` trains every parameter of the model."""
     data: Data = field(default_factory=Data)
     mesh: Mesh = field(default_factory=Mesh)
+    distributed: Distributed = field(default_factory=Distributed)
     optim: Optim = field(default_factory=Optim)
     train: Train = field(default_factory=Train)
     save: Save = field(default_factory=Save)

@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lora_tune.distributed import StopTogether
 from lora_tune.errors import InputError
 from lora_tune.training import tripwires
 from lora_tune.training.metrics import Writer
@@ -137,6 +138,7 @@ def run(
     tripwires.check_trainable(sum(leaf.size for leaf in jax.tree.leaves(trainable)))
     log = _Log(metrics, schedule, total_steps, log_every, counts or {})
     evaluate, sample = _evaluator(eval_fn, log), _sampler(sample_fn, log)
+    key_of, stop_together = _step_keys(seed, opt_state), StopTogether()
     step, saved, stopped = start_step, None, None
     if start_step == 0:
         evaluate(0, trainable, frozen)
@@ -144,13 +146,13 @@ def run(
 
     with _signals() as stop, checkpoints:
         for step, batch in _numbered(data, start_step, total_steps):
-            inputs = place(batch), _step_key(seed, step, opt_state)
+            inputs = place(batch), key_of(step)
             if step == start_step + 1:
                 compiled = log.compile(step_fn, trainable, opt_state, frozen, *inputs)
             with jax.transfer_guard("disallow"), tripwires.never_compiled_again(step):
                 trainable, opt_state, out = compiled(trainable, opt_state, frozen, *inputs)
 
-            last, stopped = step == total_steps, stop.name
+            last, stopped = step == total_steps, stop_together.ask(stop.name)
             evaluating = last or _every(eval_every, step)
             # Whoever asked the run to stop does not wait for answers.
             sampling = last or (stopped is None and _every(sample_every, step))
@@ -288,14 +290,17 @@ def _numbered(data: Data, start_step: int, total_steps: int) -> Iterator[tuple[i
         )
 
 
-def _step_key(seed: int, step: int, opt_state: Any) -> jax.Array:
+def _step_keys(seed: int, opt_state: Any) -> Callable[[int], jax.Array]:
     """The key of a step, on every device of the mesh that the state lives on."""
-    key = jax.random.fold_in(jax.random.key(seed), step)
-    for leaf in jax.tree.leaves(opt_state):
-        if isinstance(leaf.sharding, jax.sharding.NamedSharding):
-            spec = jax.sharding.PartitionSpec()
-            return jax.device_put(key, jax.sharding.NamedSharding(leaf.sharding.mesh, spec))
-    return key
+    meshes = [
+        leaf.sharding.mesh
+        for leaf in jax.tree.leaves(opt_state)
+        if isinstance(leaf.sharding, jax.sharding.NamedSharding)
+    ]
+    everywhere = jax.sharding.PartitionSpec()
+    place = jax.sharding.NamedSharding(meshes[0], everywhere) if meshes else None
+    draw = jax.jit(lambda step: jax.random.fold_in(jax.random.key(seed), step), out_shardings=place)
+    return lambda step: draw(np.int32(step))
 
 
 def _every(period: int, step: int) -> bool:

@@ -102,6 +102,27 @@ class MetricsLog:
             writer.close()
 
 
+class Unlogged(MetricsLog):
+    """Stands for the log in the processes that leave it to the first."""
+
+    def __init__(self) -> None:
+        self._rows: list[dict[str, Any]] = []
+
+    def write(self, row: Row) -> None:
+        """Keeps the row."""
+        self._rows.append(dict(row))
+
+    def note(self, sentence: str) -> None:
+        """Says nothing."""
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows that were written in this process."""
+        return self._rows
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
 class Wandb:
     """Repeats the rows to Weights & Biases; a run that goes on keeps its id.
 

@@ -43,6 +43,7 @@ LEVELS = {
     "lora_tune.assets": 0,
     "lora_tune.compiled": 0,
     "lora_tune.run_lock": 0.5,
+    "lora_tune.distributed": 0.5,
     "lora_tune.words": 0.5,
     "lora_tune.errors": 0,
     "lora_tune.progress": 0,

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two processes with four devices each, on loopback, are one run of eight devices."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from small_run import leftovers, losses_of, rows_of, write_chats, write_model, write_recipe
+
+ROOT = Path(__file__).parents[2]
+STEPS = 6
+SECTIONS: Mapping[str, Any] = {
+    "mesh": {"fsdp": 4, "expert": 2},
+    "train": {"max_steps": STEPS, "batch_size": 16, "gradient_accumulation_steps": 2},
+    "save": {"every": 2, "keep": 9},
+    "eval": {"every": 3, "num_samples": 1, "max_new_tokens": 4},
+}
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hosts")
+    model, chats = write_model(folder / "model"), write_chats(folder / "chats.jsonl", 60)
+    held_out = write_chats(folder / "held_out.jsonl", 5, first=100)
+    sections = {**SECTIONS, "data": {"eval_path": str(held_out)}}
+    return write_recipe(folder / "recipe.yaml", model=model, chats=chats, **sections)
+
+
+class Processes:
+    """The same command in some processes, with eight devices together."""
+
+    def __init__(self, recipe: Path, folder: Path, *overrides: str, count: int, devices: int = 8):
+        self.folder = folder
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            address = f"localhost:{free.getsockname()[1]}"
+        flag = f"--xla_force_host_platform_device_count={devices // count}"
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "XLA_FLAGS": flag,
+            # Of interest is what the processes say to each other, not how fast they compute.
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
+        }
+        command = [sys.executable, "-m", "lora_tune.cli", f"recipe={recipe}", *overrides]
+        joined = [
+            f"distributed.coordinator_address={address}",
+            f"distributed.num_processes={count}",
+        ]
+        self.all = [
+            subprocess.Popen(
+                [*command, f"output_dir={folder}"]
+                + ([*joined, f"distributed.process_id={number}"] if count > 1 else []),
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for number in range(count)
+        ]
+
+    def wait(self, timeout: float = 900) -> list[tuple[int, str]]:
+        """(exit status, output) of each."""
+        try:
+            found = [(process, process.communicate(timeout=timeout)[0]) for process in self.all]
+        finally:
+            for process in self.all:
+                process.kill()
+        return [(process.returncode, output) for process, output in found]
+
+    def finish(self) -> list[str]:
+        found = self.wait()
+        assert [status for status, _ in found] == [0] * len(found), found
+        return [output for _, output in found]
+
+    def logged(self) -> int:
+        path = self.folder / "metrics.jsonl"
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+    def wait_for(self, seen: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 900
+        while not seen():
+            assert all(process.poll() is None for process in self.all), self.wait()
+            assert time.monotonic() < deadline, "it never came to that moment"
+            time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def one(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of one process with all eight devices."""
+    processes = Processes(recipe, tmp_path_factory.mktemp("one") / "run", count=1)
+    processes.finish()
+    return processes.folder
+
+
+def assert_same(folder: Path, other: Path) -> None:
+    """The same examples in the same order, and numbers but for the order of sums."""
+    rows, wanted = rows_of(folder), rows_of(other)
+    assert [set(row) for row in rows] == [set(row) for row in wanted]
+    for row, want in zip(rows, wanted, strict=True):
+        for name, value in want.items():
+            if isinstance(value, float):
+                np.testing.assert_allclose(row[name], value, rtol=1e-4, err_msg=name)
+            else:
+                assert row[name] == value, name
+    adapter, wanted_adapter = (
+        load_file(run / "adapter" / "adapter_model.safetensors") for run in (folder, other)
+    )
+    assert adapter.keys() == wanted_adapter.keys()
+    for name, want in wanted_adapter.items():
+        np.testing.assert_allclose(adapter[name], want, atol=1e-3, err_msg=name)
+    assert sorted(os.listdir(folder)) == sorted(os.listdir(other))
+    assert leftovers(folder) == []
+
+
+def test_two_processes_are_one(recipe: Path, one: Path, tmp_path: Path) -> None:
+    processes = Processes(recipe, tmp_path / "run", count=2)
+    first, second = processes.finish()
+    assert_same(processes.folder, one)
+    assert "step 6/6" in first
+    assert "step" not in second.replace("steps", ""), "only one process tells"
+
+
+def test_a_signal_to_one_stops_both_and_both_go_on_in_one(
+    recipe: Path, one: Path, tmp_path: Path
+) -> None:
+    processes = Processes(recipe, tmp_path / "run", count=2)
+    processes.wait_for(lambda: processes.logged() > 2)
+    processes.all[1].send_signal(signal.SIGTERM)
+    found = processes.wait()
+    assert [status for status, _ in found] == [143, 143], found
+    step = max(int(name) for name in os.listdir(processes.folder / "checkpoints"))
+    assert f"SIGTERM: stopped after step {step}, saved in" in found[0][1]
+    assert step < STEPS
+    again = Processes(recipe, processes.folder, count=1)
+    assert f"going on after step {step}" in again.finish()[0]
+    assert_same(processes.folder, one)
+
+
+def test_a_host_that_dies_ends_the_job_and_the_rerun_goes_on(
+    recipe: Path, one: Path, tmp_path: Path
+) -> None:
+    processes = Processes(recipe, tmp_path / "run", count=2)
+    processes.wait_for(lambda: processes.logged() > 3)
+    processes.all[1].kill()
+    died = time.monotonic()
+    status, output = processes.wait(timeout=300)[0]
+    assert time.monotonic() - died < 60
+    assert status not in (0, -signal.SIGKILL)
+    assert "another process of this run" in output
+    again = Processes(recipe, processes.folder, count=2)
+    again.finish()
+    assert_same(processes.folder, one)
+
+
+def test_what_one_process_cannot_do_stops_both_with_its_reason(
+    recipe: Path, tmp_path: Path
+) -> None:
+    processes = Processes(recipe, tmp_path / "run", "mesh.expert=1", count=2)
+    for status, output in processes.wait():
+        assert status == 2
+        assert "2 processes have 8 devices together, the mesh uses 4" in output
+
+
+def test_all_or_nothing_is_said_of_how_to_join(recipe: Path, tmp_path: Path) -> None:
+    one = Processes(recipe, tmp_path / "run", "distributed.num_processes=2", count=1)
+    [(status, output)] = one.wait()
+    assert status == 2
+    assert "distributed.coordinator_address and distributed.process_id must be set too" in output
+    assert not (tmp_path / "run").exists()
+
+
+def test_eight_devices_then_four_then_eight(recipe: Path, one: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    for devices, mesh, steps in ((8, "4", 2), (4, "2", 4), (8, "4", STEPS)):
+        part = Processes(
+            recipe, folder, f"mesh.fsdp={mesh}", f"train.max_steps={STEPS}", count=1,
+            devices=devices,
+        )  # fmt: skip
+        if steps < STEPS:
+            part.wait_for(lambda part=part, steps=steps: part.logged() > steps)
+            part.all[0].send_signal(signal.SIGTERM)
+            assert part.wait()[0][0] == 143
+        else:
+            part.finish()
+    assert_same(folder, one)
+    assert list(losses_of(rows_of(folder))) == list(range(1, STEPS + 1))
