@@ -138,6 +138,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("lora-tune: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     except Exception as error:
+        if _is_left_alone(error):
+            _fail(
+                "another process of this run has ended, and this one cannot go on without it "
+                f"({str(error).splitlines()[0][:200]}); its own output says why; the same command "
+                "on every host goes on from the last checkpoint",
+                status=1,
+            )
+            sys.stdout.flush()
+            os._exit(1)  # jax would wait for the other at exit
         if not _is_out_of_memory(error):
             raise
         return _fail(
@@ -152,6 +161,12 @@ def _is_out_of_memory(error: Exception) -> bool:
         type(error).__name__ == "JaxRuntimeError"
         and any(word in str(error) for word in ("RESOURCE_EXHAUSTED", "Out of memory"))
     )
+
+
+def _is_left_alone(error: Exception) -> bool:
+    """Whether what devices did together failed because a process is gone."""
+    distributed = sys.modules.get("lora_tune.distributed")
+    return distributed is not None and distributed.is_left_alone(error)
 
 
 def _reader_is_gone() -> bool:

@@ -92,6 +92,16 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
+def is_left_alone(error: Exception) -> bool:
+    """Whether an error of the devices says that another process is gone."""
+    words = ("gloo", "connection", "peer", "unavailable", "heartbeat", "barrier", "coordination")
+    return (
+        isinstance(error, jax.errors.JaxRuntimeError)
+        and jax.process_count() > 1
+        and any(word in str(error).lower() for word in words)
+    )
+
+
 @contextlib.contextmanager
 def together(what: str) -> Iterator[None]:
     """Around work that every process does: where one of them fails, all stop.

@@ -11,7 +11,7 @@ from typing import Any
 
 from lora_tune.checkpoint import files
 from lora_tune.checkpoint.files import Damaged, Meta, Restored
-from lora_tune.distributed import is_first
+from lora_tune.distributed import is_first, is_left_alone
 from lora_tune.errors import InputError
 
 _LEFTOVER = re.compile(r"\d+\.(orbax-checkpoint-tmp.*|removed)$")
@@ -64,7 +64,7 @@ class Checkpoints:
     ) -> None:
         if error is None:
             self.wait()
-        elif isinstance(error, Exception):
+        elif isinstance(error, Exception) and not is_left_alone(error):
             try:
                 self.wait()
             except InputError as late:  # what was raised first is what went wrong
