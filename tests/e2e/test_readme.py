@@ -17,7 +17,7 @@ BLOCKS = re.findall(r"^<!-- ci: run -->\n```(\w+)\n(.*?)^```$", README, re.MULTI
 
 def test_the_readme_has_examples() -> None:
     assert {language for language, _ in BLOCKS} == {"bash", "python"}
-    for name in ("main", "test", "prove"):
+    for name in ("main", "test", "prove", "verify"):
         done = subprocess.run(
             [ROOT / ".ci" / "readme-block", name], capture_output=True, text=True, check=True
         )
