@@ -516,6 +516,9 @@ def test_sources_stand_in_place_of_a_path(smallest: str) -> None:
     short = recipe.load(smallest, ["data.split=test", "data.max_samples=3"]).data.all_sources()
     assert short == [recipe.schema.Source("rows.jsonl", split="test", max_samples=3)]
     assert recipe.load(smallest, ["data.path=???", SOURCES]).data == loaded
+    saved = Path(smallest).with_name("saved.yaml")
+    recipe.save(recipe.load(smallest, ["data.path=[]", SOURCES]), saved)
+    assert recipe.load(saved).data == loaded
 
 
 @pytest.mark.parametrize(
