@@ -46,6 +46,8 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
     rows = found["rows"]
     counts = f"{rows['fixed']} fixed, {rows['data']} of the data"
     yield f"- rows: {counts}; {rows['length']} tokens at most"
+    if found["windows"]:
+        yield _windows(found["windows"])
     yield from (f"- **{problem}**" for problem in found["problems"])
     if found["adapter"]:
         yield from _adapter(found["adapter"])
@@ -58,6 +60,15 @@ def _step(step: int | None) -> str:
     if step is None:
         return "no checkpoint is left; ranks and scales are those of the recipe"
     return f"checkpoint of step {step}"
+
+
+def _windows(found: Mapping[str, Any]) -> str:
+    experts = f" and {found['experts']} experts" if found["experts"] else ""
+    return (
+        f"- proved in {found['count']} windows, smaller models of at most {found['layers']} "
+        f"layers{experts} ({found['largest_gb']:.2g} GB in float32) that together are the whole "
+        "base; figures are the largest of all windows"
+    )
 
 
 def _adapter(found: Mapping[str, Any]) -> Iterator[str]:

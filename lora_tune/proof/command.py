@@ -1,28 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command `prove`: from a run folder to its certificate."""
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from lora_tune import build, build_data, trained, words
 from lora_tune.errors import InputError
 from lora_tune.hf.adapters import flat_arrays
 from lora_tune.hf.files import read_json
 from lora_tune.hf.header import nbytes
-from lora_tune.hf.hub import Source
 from lora_tune.hf.peft_config import CONFIG_FILE
-from lora_tune.lora.inject import add_lora
-from lora_tune.models.decoder import Decoder, DecoderOptions
 from lora_tune.models.fields import max_positions
 from lora_tune.proof import adapter as adapters
 from lora_tune.proof import certificate, merged, reference, serving
+from lora_tune.proof.cut import cut_adapter, cut_base
+from lora_tune.proof.part import Part, Prover, Rows
+from lora_tune.proof.windows import Window, plan_windows
 from lora_tune.trained import Trained
 from lora_tune.training.state import unflatten
 
@@ -30,20 +30,6 @@ _BASE = {"model.path": str, "model.revision": str}
 _KEYS = {"prove": {"run": str, "limit_gb": float, "tolerance": float, **_BASE}}
 _FOREIGN = {"output_dir": "run", "recipe": "run", "path": "model.path", "model": "model.path"}
 _ROWS, _LENGTH = 2, 80
-
-
-@dataclasses.dataclass(frozen=True)
-class _Rows:
-    """Tokens `[rows, T]`, and how many of each row count: what follows them is padding."""
-
-    tokens: np.ndarray
-    lengths: list[int]
-    data: int
-
-    def largest(self, logits: np.ndarray) -> float:
-        """The largest magnitude in `[rows, T, V]` before the padding."""
-        rows = zip(logits, self.lengths, strict=True)
-        return max(float(np.abs(row[:n]).max()) for row, n in rows)
 
 
 def prove(pairs: words.Pairs) -> list[str]:
@@ -71,7 +57,7 @@ class _Proof:
     """One run under proof; `problems` grows as its parts are looked at."""
 
     def __init__(self, run: Trained, tolerance: float, limit_gb: float) -> None:
-        self.run, self.tolerance = run, tolerance
+        self.run, self.tolerance, self.limit = run, tolerance, limit_gb * 1e9
         self.problems: list[str] = []
         self.adapter = _existing(run.folder / "adapter") if run.lora else None
         self.merged = _existing(run.folder / "merged")
@@ -85,7 +71,20 @@ class _Proof:
                 f"{run.folder}: its base was drawn at random (model.init=random) and lies nowhere, "
                 "so there is nothing that PEFT could load the adapter on"
             )
-        _check_size(run, limit_gb)
+        self.windows, self.largest = self._plan()
+
+    def _plan(self) -> tuple[list[Window | None], int]:
+        """The windows, None for the whole base, and the bytes of the largest in float32."""
+        run = self.run
+        whole = sum(nbytes(leaf.shape, np.dtype(np.float32)) for leaf in run.leaves)
+        if whole <= self.limit:
+            return [None], whole
+        try:
+            config = read_json(run.source.folder / "config.json")
+            windows, largest = plan_windows(config, run.model.family, run.leaves, self.limit)
+        except InputError as error:
+            raise InputError(f"{run.source.base_name}: {error}") from error
+        return [*windows], largest
 
     def certificate(self) -> dict[str, Any]:
         run, config, pairs = self.run, None, {}
@@ -99,10 +98,7 @@ class _Proof:
         rows = _rows(run)
         adapter = merge = None
         if not self.problems:
-            ours = self._our_logits(rows.tokens)
-            if self.adapter:
-                adapter = self._by_peft(self.adapter, rows, ours, pairs)
-            merge = self._by_merging(rows, ours, pairs)
+            adapter, merge = self._compare_models(rows, pairs)
         loads = self._loads(config, pairs)
         takes = bool(loads) and loads["vllm"]["loads"]
         return {
@@ -115,12 +111,25 @@ class _Proof:
             "step": run.step,
             "compared_with": reference.versions(),
             "rows": {"fixed": _ROWS, "data": rows.data, "length": rows.tokens.shape[1]},
+            "windows": self._described(),
             "adapter": adapter,
             "merge": merge,
             "loads": loads,
             "vllm_serve": None
             if self.problems
             else serving.vllm_command(config, run.folder / "adapter", self.merged, takes=takes),
+        }
+
+    def _described(self) -> dict[str, Any] | None:
+        cut = [window for window in self.windows if window is not None]
+        if not cut:
+            return None
+        experts = [len(window.experts) for window in cut if window.experts is not None]
+        return {
+            "count": len(cut),
+            "layers": max(len(window.layers) for window in cut),
+            "experts": max(experts, default=None),
+            "largest_gb": self.largest / 1e9,
         }
 
     def _compare_files(self, folder: Path) -> adapters.Pairs:
@@ -132,49 +141,60 @@ class _Proof:
         self.problems += problems
         return pairs
 
-    def _our_logits(self, tokens: np.ndarray) -> np.ndarray:
-        """Logits of what was trained, computed here in float32."""
-        run = self.run
-        if run.lora is None:
-            assert self.merged is not None
-            model = _load(Source(self.merged, None, None), run)
-        else:
-            model = _load(run.source, run)
-            if run.step is None:
-                assert self.adapter is not None
-                model = build.with_adapter(model, self.adapter)
-            else:
-                model = trained.with_weights(add_lora(model, run.lora), run.weights)
-        graphdef, state = nnx.split(model)
-
-        @jax.jit
-        def call(state: Any, tokens: Any) -> Any:
-            return nnx.merge(graphdef, state, copy=True)(tokens)
-
-        return np.asarray(call(state, tokens), np.float32)
-
-    def _by_peft(
-        self, folder: Path, rows: _Rows, ours: np.ndarray, pairs: adapters.Pairs
-    ) -> dict[str, Any] | None:
-        try:
-            loaded = reference.load_adapter(self.run.source.folder, folder, rows.tokens, pairs)
-        except InputError as error:
-            self.problems.append(str(error))
-            return None
-        self.problems += loaded.problems
-        error = rows.largest(loaded.logits - ours)
-        self._check_logits("PEFT, with adapter/,", error, rows.largest(ours))
-        return {
-            "max_logit_error": error,
-            "allowed": self._allowed(rows.largest(ours)),
-            "effect": rows.largest(loaded.logits - loaded.base_logits),
-            "max_update_error": loaded.max_update_error,
-            "parameters_changed": loaded.parameters,
+    def _compare_models(
+        self, rows: Rows, pairs: adapters.Pairs
+    ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        merge = self._merge(pairs)
+        rounded = merge is not None and (merge["max_rounding"] or 0.0) >= 1e-6
+        prover = Prover(self.run, rows, self.tolerance, exact=not rounded)
+        for number, window in enumerate(self.windows, start=1):
+            if window is not None:
+                print(f"window {number} of {len(self.windows)}", file=sys.stderr, flush=True)
+            with self._part(window, pairs) as part:
+                prover.take(part)
+        found = prover.found
+        self.problems += found.problems
+        if merge is not None:
+            merge["max_logit_error"] = found.merged_error
+        if self.adapter is None or found.adapter_error[1] == 0.0:
+            return None, merge
+        counts: dict[str, int] = {}
+        for (name, _), count in found.parameters.items():
+            counts[merged.kind_of(name)] = counts.get(merged.kind_of(name), 0) + count
+        adapter = {
+            "max_logit_error": found.adapter_error[0],
+            "allowed": found.adapter_error[1],
+            "effect": found.effect,
+            "max_update_error": found.update_error,
+            "parameters_changed": counts,
         }
+        return adapter, merge
 
-    def _by_merging(
-        self, rows: _Rows, ours: np.ndarray, pairs: adapters.Pairs
-    ) -> dict[str, Any] | None:
+    @contextlib.contextmanager
+    def _part(self, window: Window | None, pairs: adapters.Pairs) -> Iterator[Part]:
+        """The whole base, or a window of it in a folder that is removed afterwards."""
+        run = self.run
+        if window is None:
+            yield Part(run.source.folder, self.adapter, self.merged, pairs)
+            return
+        family = run.model.family
+        experts = getattr(run.model.config, "num_experts", 0)
+        with tempfile.TemporaryDirectory(prefix=".prove-", dir=run.folder) as folder:
+            base, adapter, whole = (Path(folder) / name for name in ("base", "adapter", "merged"))
+            if run.lora is not None:
+                cut_base(run.source.folder, base, family, window)
+            if self.merged is not None:
+                cut_base(self.merged, whole, family, window)
+            there = self.adapter and cut_adapter(self.adapter, adapter, window, experts)
+            yield Part(
+                base,
+                adapter if there else None,
+                whole if self.merged is not None else None,
+                {new: pair for name, pair in pairs.items() if (new := window.inside(name))},
+                window,
+            )
+
+    def _merge(self, pairs: adapters.Pairs) -> dict[str, Any] | None:
         run = self.run
         if run.recipe.model.init == "random":
             return None
@@ -186,26 +206,7 @@ class _Proof:
         found["parameters_changed"] = found.pop("parameters")
         if not pairs:
             found |= {"max_rounding": None, "update_lost": None}
-        found |= {"written": self.merged is not None, "max_logit_error": None}
-        if self.merged is not None:
-            model, problems = reference.read_model(self.merged)
-            self.problems += problems
-            error = rows.largest(reference.logits_of(model, rows.tokens) - ours)
-            found["max_logit_error"] = error
-            if not found["max_rounding"] or found["max_rounding"] < 1e-6:
-                self._check_logits("transformers, with merged/,", error, rows.largest(ours))
-        return found
-
-    def _allowed(self, largest: float) -> float:
-        return self.tolerance * max(1.0, largest)
-
-    def _check_logits(self, who: str, error: float, largest: float) -> None:
-        allowed = self._allowed(largest)
-        if not error <= allowed:
-            self.problems.append(
-                f"{who} computes logits that differ from ours by up to {error:.3g}; allowed is "
-                f"{allowed:.3g}"
-            )
+        return found | {"written": self.merged is not None, "max_logit_error": None}
 
     def _loads(self, config: Mapping[str, Any] | None, pairs: adapters.Pairs) -> dict[str, Any]:
         if config is None:
@@ -225,29 +226,7 @@ def _existing(folder: Path) -> Path | None:
     return folder if folder.is_dir() else None
 
 
-def _check_size(run: Trained, limit_gb: float) -> None:
-    size = sum(nbytes(leaf.shape, np.dtype(np.float32)) for leaf in run.leaves) / 1e9
-    if size > limit_gb:
-        raise InputError(
-            f"{run.source.base_name}: the base takes {size:.1f} GB in float32, over limit_gb="
-            f"{limit_gb:g}; prove holds it about four times and cannot cut a smaller one yet: "
-            "raise limit_gb where the memory is there"
-        )
-
-
-def _load(source: Source, run: Trained) -> Decoder:
-    section, float32 = run.recipe.model, jnp.dtype(jnp.float32)
-    options = DecoderOptions(
-        dtype=float32,
-        param_dtype=float32,
-        scan_layers=section.scan_layers,
-        param_scan_axis=section.param_scan_axis,
-        remat=section.remat,
-    )
-    return build.load_weights(build.abstract_model(source, options), mesh=None)
-
-
-def _rows(run: Trained) -> _Rows:
+def _rows(run: Trained) -> Rows:
     """Fixed rows, drawn from the vocabulary, then the first rows of the data if they are there."""
     config = read_json(run.source.folder / "config.json")
     length = min(_LENGTH, max_positions(config) or _LENGTH)
@@ -263,4 +242,4 @@ def _rows(run: Trained) -> _Rows:
     tokens[:_ROWS] = fixed
     for row, text in zip(tokens[_ROWS:], texts, strict=True):
         row[: len(text)] = text
-    return _Rows(tokens, [length] * _ROWS + [len(text) for text in texts], len(texts))
+    return Rows(tokens, [length] * _ROWS + [len(text) for text in texts], len(texts))

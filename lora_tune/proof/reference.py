@@ -14,7 +14,6 @@ import numpy as np
 from lora_tune.errors import InputError
 from lora_tune.hf.fused import Pair
 from lora_tune.hf.peft_config import split_expert
-from lora_tune.proof.merged import kind_of
 
 _UPDATE_TOLERANCE = 1e-5
 """Of the largest weight of a tensor: float32 sums in another order."""
@@ -27,7 +26,7 @@ class Loaded:
     Attributes:
       base_logits: float32 `[rows, T, V]`, of the base alone.
       logits: the same with the adapter.
-      parameters: kind of tensor of transformers -> parameters whose value the adapter changes.
+      parameters: tensor of transformers -> parameters whose value the adapter changes.
       max_update_error: largest difference of an update from scale * B A.
       problems: one sentence for each thing that PEFT did not take, or took as something else.
     """
@@ -138,8 +137,7 @@ def _compare_weights(
         new = after[name]
         count = int((new != old).sum())
         if count:
-            kind = kind_of(name)
-            loaded.parameters[kind] = loaded.parameters.get(kind, 0) + count
+            loaded.parameters[name] = count
         if name not in expected:
             if count:
                 loaded.problems.append(f"{name}: PEFT changes it, and it was not trained")

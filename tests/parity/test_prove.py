@@ -204,10 +204,74 @@ def test_a_fully_trained_model(tmp_path, capsys):
     assert "model.norm.weight: differs from the checkpoint" in capsys.readouterr().err
 
 
-def test_a_large_base_is_refused(run, capsys):
-    error = prove(run, capsys, "limit_gb=0.0001", status=2)
-    assert "over limit_gb=0.0001" in error
-    assert "cannot cut a smaller one yet" in error
+# The base takes 127 kB in float32: its layers one by one, and half of the experts at a time.
+IN_WINDOWS = "limit_gb=8e-5"
+
+
+def figures(run: Path) -> dict:
+    return json.loads((run / "certificate.json").read_text())
+
+
+def test_a_large_base_is_proved_in_windows(run, tmp_path, capsys):
+    copy = shutil.copytree(run, tmp_path / "run")
+    prove(copy, capsys, status=0)
+    whole = figures(copy)
+    prove(copy, capsys, IN_WINDOWS, status=0)
+    found = figures(copy)
+    windows = found.pop("windows")
+    assert whole.pop("windows") is None
+    assert [windows[name] for name in ("count", "layers", "experts")] == [3, 1, 3]
+    assert 0.00006 < windows["largest_gb"] < 0.00008
+    assert "proved in 3 windows" in (copy / "certificate.md").read_text()
+    # Every parameter that PEFT changes is in one of the windows, and counts once.
+    changed = [each["adapter"]["parameters_changed"] for each in (whole, found)]
+    assert changed[0] == changed[1]
+    assert 0 < found["adapter"]["max_logit_error"] < found["adapter"]["allowed"]
+    assert 0 < found["merge"]["max_logit_error"] < 1e-4
+    assert not list(copy.glob(".prove-*"))
+
+
+def drop_last_expert(tensors) -> None:
+    for key in [key for key in tensors if "model.layers.0.mlp.experts.5." in key]:
+        del tensors[key]
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        (rename, "model.layers.1.self_attn.q"),
+        (transpose, "model.layers.1.self_attn.q_proj"),
+        (drop_last_expert, "model.layers.0.mlp.experts.5."),
+    ],
+)
+def test_a_damaged_adapter_of_a_large_base_fails_by_name(run, tmp_path, capsys, fault, named):
+    copy = without_merged(run, tmp_path / "run")
+    edit(copy, fault)
+    assert named in prove(copy, capsys, IN_WINDOWS)
+
+
+def test_every_window_asks_peft_and_transformers(run, tmp_path, capsys):
+    """Faults that our own reader does not see, in the last layer and in the last experts."""
+    copy = shutil.copytree(run, tmp_path / "run")
+    shutil.rmtree(copy / "checkpoints")
+    path = copy / "adapter" / "adapter_config.json"
+    config = json.loads(path.read_text())
+    config["target_modules"].remove("k_proj")  # only layer 1 has one
+    path.write_text(json.dumps(config))
+    assert "model.layers.1.self_attn.k_proj" in prove(copy, capsys, IN_WINDOWS)
+    without = [
+        n for n in config["target_modules"] if n not in ("gate_proj", "up_proj", "down_proj")
+    ]
+    path.write_text(json.dumps(config | {"target_modules": [*without, "k_proj"]}))
+    prove(copy, capsys, IN_WINDOWS)
+    problems = figures(copy)["problems"]
+    assert [p for p in problems if "model.layers.0.mlp.experts" in p]
+
+
+def test_a_window_that_cannot_be_is_refused(run, capsys):
+    error = prove(run, capsys, "limit_gb=1e-5", status=2)
+    assert "over limit_gb=1e-05" in error
+    assert "raise limit_gb" in error
 
 
 def test_what_is_missing_is_named(run, tmp_path, capsys, monkeypatch):

@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from hf_cases import (
+    CONFIG,
     EVERYWHERE,
     FAMILY,
     deltas,
@@ -17,11 +18,14 @@ from hf_cases import (
     write_folder,
 )
 
+from lora_tune.errors import InputError
 from lora_tune.hf.fused import Pair
-from lora_tune.hf.peft import adapter_pairs, save_adapter
+from lora_tune.hf.peft import adapter_pairs, read_pairs, save_adapter
 from lora_tune.hf.save import save_merged
 from lora_tune.lora.config import LoraConfig
 from lora_tune.proof import merged, serving
+from lora_tune.proof.cut import cut_adapter
+from lora_tune.proof.windows import Window, cut_config, measure, plan_windows
 
 LAYERS = {"num_hidden_layers": 2, "full_attention_interval": 2, "mlp_only_layers": []}
 LORA = LoraConfig(r=2, lora_alpha=3, target_modules=EVERYWHERE)
@@ -103,3 +107,81 @@ def test_servers_and_their_reasons(case, tmp_path):
     assert serving.vllm_command(config, tmp_path, tmp_path / "m", takes=False) == (
         f"vllm serve {tmp_path / 'm'}"
     )
+
+
+def covered(windows, layers, experts):
+    """(layer, expert) of all windows, and how many of them there are."""
+    held = [
+        (layer, expert)
+        for window in windows
+        for layer in window.layers
+        for expert in (range(experts) if window.experts is None else window.experts)
+    ]
+    return set(held), len(held)
+
+
+@pytest.mark.parametrize("share", [0.9, 0.5, 0.3, 0.2, 0.12])
+def test_windows_hold_every_layer_and_expert_once(share):
+    leaves, sizes = leaves_of(tiny()), measure(leaves_of(tiny()))
+    whole = Window(tuple(range(9)))
+    total = sum(4 * int(np.prod(leaf.shape)) for leaf in leaves)
+    assert sizes.of(whole, 4) == total
+    windows, largest = plan_windows(CONFIG, FAMILY, leaves, share * total)
+    assert largest == max(sizes.of(window, 4) for window in windows) <= share * total
+    every = {(layer, expert) for layer in range(9) for expert in range(4)}
+    assert covered(windows, 9, 4) == (every, len(every))
+    kinds = FAMILY.read_config(CONFIG).layer_kinds()
+    for window in windows:
+        cut = FAMILY.read_config(cut_config(CONFIG, FAMILY, window))
+        assert cut.layer_kinds() == tuple(kinds[i] for i in window.layers)
+
+
+def test_whole_cycles_go_first_then_parts_of_experts():
+    leaves, sizes = leaves_of(tiny()), measure(leaves_of(tiny()))
+
+    def shapes(*windows):
+        limit = max(sizes.of(window, 4) for window in windows)
+        found, _ = plan_windows(CONFIG, FAMILY, leaves, limit)
+        return [(len(window.layers), window.experts) for window in found]
+
+    assert shapes(Window(tuple(range(8)))) == [(8, None), (1, None)]
+    assert shapes(Window((0, 1, 2, 3))) == [(4, None), (4, None), (1, None)]
+    half = [(4, range(0, 2)), (4, range(2, 4))]
+    assert shapes(Window((0, 1, 2, 3), range(0, 2))) == [*half, *half, (1, None)]
+    assert {layers for layers, _ in shapes(Window((0,)), Window((3,)))} == {1}
+    with pytest.raises(InputError, match=r"the smallest models .* raise limit_gb"):
+        plan_windows(CONFIG, FAMILY, leaves, 1000)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_adapter_is_cut_with_its_layers_and_experts(tmp_path, fused):
+    lora = LoraConfig(r=2, target_modules=EVERYWHERE, rank_pattern={r"layers\.7\..*": 4})
+    leaves = leaves_of(tiny())
+    arrays = random_adapters(leaves, lora)
+    save_adapter(
+        arrays, leaves, lora, tmp_path / "a", model_type="qwen3_next", base="a/b", fused=fused
+    )
+    pairs = adapter_pairs(arrays, leaves, lora, model_type="qwen3_next")
+    window = Window((4, 7), range(1, 4))
+    assert cut_adapter(tmp_path / "a", tmp_path / "b", window, 4)
+    config = cut_config(CONFIG, FAMILY, window)
+    smaller = leaves_of(tiny(**config))
+    found = read_pairs(tmp_path / "b", smaller, model_type="qwen3_next")
+    for new, old in (
+        ("0.mlp.experts.0.up_proj", "4.mlp.experts.1.up_proj"),
+        ("1.mlp.experts.2.down_proj", "7.mlp.experts.3.down_proj"),
+        ("1.self_attn.q_proj", "7.self_attn.q_proj"),
+    ):
+        cut, whole = found[f"model.layers.{new}"], pairs[f"model.layers.{old}"]
+        assert np.array_equal(cut.a, whole.a)
+        assert np.array_equal(cut.b, whole.b)
+        assert cut.scale == whole.scale
+    inside = [name for name in pairs if window.inside(name)]
+    assert {window.inside(name) for name in inside} == set(found)
+    assert {window.outside(name) for name in found} == set(inside)
+    few = LoraConfig(target_modules=("q_proj",), layers_to_transform=(3,))
+    save_adapter(
+        random_adapters(leaves, few), leaves, few, tmp_path / "f", model_type="qwen3_next", base="b"
+    )
+    assert not cut_adapter(tmp_path / "f", tmp_path / "none", window, 4)
+    assert not (tmp_path / "none").exists()
