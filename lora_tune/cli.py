@@ -80,8 +80,8 @@ convert-adapter:
 prove:
   run=DIR             a run folder with adapter/ or merged/; needs torch and peft
   model.path=PATH     the new place of its base model; also model.revision
-  tolerance=1e-4      of logits, times the largest one    limit_gb=8  in float32; of a larger base one
-                      window of layers and experts after the other is proved
+  tolerance=1e-4      of logits, times the largest one
+  limit_gb=8          of a base in float32; a larger one is proved in windows of layers and experts
 
 verify-resume:
   run=DIR             a run folder with checkpoints; nothing in it is changed

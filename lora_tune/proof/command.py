@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from lora_tune import build, build_data, trained, words
+from lora_tune import build_data, trained, words
 from lora_tune.errors import InputError
 from lora_tune.hf.adapters import flat_arrays
 from lora_tune.hf.files import read_json
@@ -156,7 +156,7 @@ class _Proof:
         self.problems += found.problems
         if merge is not None:
             merge["max_logit_error"] = found.merged_error
-        if self.adapter is None or found.adapter_error[1] == 0.0:
+        if found.adapter_error is None:
             return None, merge
         counts: dict[str, int] = {}
         for (name, _), count in found.parameters.items():

@@ -59,7 +59,8 @@ class Found:
     """The figures of all parts together.
 
     Attributes:
-      adapter_error: the largest difference of a logit, and what was allowed of it.
+      adapter_error: the largest difference of a logit, and what was allowed of it; None without
+        an adapter that PEFT has loaded.
       effect: how far the adapter moves a logit.
       update_error: the largest difference of an update.
       parameters: (tensor, experts) of the whole model -> parameters that PEFT changes.
@@ -67,7 +68,7 @@ class Found:
       problems: one sentence for each thing that is not as it was trained.
     """
 
-    adapter_error: tuple[float, float] = (0.0, 0.0)
+    adapter_error: tuple[float, float] | None = None
     effect: float = 0.0
     update_error: float = 0.0
     parameters: dict[tuple[str, Any], int] = dataclasses.field(default_factory=dict)
@@ -134,7 +135,8 @@ class Prover:
             return [str(error)]
         error, largest = rows.largest(loaded.logits - ours), rows.largest(ours)
         allowed = self._allowed(largest)
-        if not error / allowed <= found.adapter_error[0] / (found.adapter_error[1] or 1.0):
+        before = found.adapter_error
+        if before is None or not error / allowed <= before[0] / before[1]:
             found.adapter_error = (error, allowed)
         found.effect = max(found.effect, rows.largest(loaded.logits - loaded.base_logits))
         found.update_error = max(found.update_error, loaded.max_update_error)
