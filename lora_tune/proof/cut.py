@@ -49,6 +49,11 @@ class Piece:
     stop: int
     cut: Callable[[np.ndarray], np.ndarray] | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Its size in the window's file."""
+        return self.tensor.nbytes * prod(self.shape) // max(1, prod(self.tensor.shape))
+
 
 def cut_base(source: Path, target: Path, family: Family, window: Window) -> None:
     """Writes the configuration and the weights of a window of a checkpoint.
@@ -170,15 +175,7 @@ def _renumbered(name: str, window: Window) -> str | None:
 
 def _write(path: Path, pieces: Sequence[Piece]) -> None:
     """Writes a file tensor by tensor, one in memory at a time."""
-    entries = (
-        (
-            p.name,
-            p.tensor.dtype,
-            p.shape,
-            p.tensor.nbytes * prod(p.shape) // max(1, prod(p.tensor.shape)),
-        )
-        for p in pieces
-    )
+    entries = ((p.name, p.tensor.dtype, p.shape, p.nbytes) for p in pieces)
     with path.open("wb") as out, Reader() as reader:
         out.write(header_bytes(entries, {"format": "pt"}))
         for piece in pieces:
