@@ -48,7 +48,13 @@ class RecurrentCache:
     state: jax.Array
 
 
-LayerCache = AttentionCache | RecurrentCache
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class NoCache:
+    """Of a layer that remembers nothing of its own, or of a stack of them."""
+
+
+LayerCache = AttentionCache | RecurrentCache | NoCache
 
 
 @jax.tree_util.register_dataclass

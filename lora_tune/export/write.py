@@ -18,7 +18,7 @@ from lora_tune.hf.shards import shard_bytes
 from lora_tune.hf.table import Leaf
 from lora_tune.hf.table import Path as LeafPath
 from lora_tune.lora.config import LoraConfig
-from lora_tune.models.decoder import Family, Origin
+from lora_tune.models.family import Family, Origin
 from lora_tune.recipe import schema
 
 _SHOWN = 20

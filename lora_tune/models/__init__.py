@@ -4,7 +4,7 @@
 from collections.abc import Mapping
 
 from lora_tune.models import dialects, olmo_hybrid, qwen3_next
-from lora_tune.models.decoder import Family
+from lora_tune.models.family import Family
 from lora_tune.models.transformer import make_family
 
 FAMILIES: Mapping[str, Family] = {

@@ -10,7 +10,28 @@ from jax.typing import DTypeLike
 from lora_tune.cache import AttentionCache, Entry, slots_first, slots_last
 from lora_tune.layers import sequence
 from lora_tune.layers.attention import attention
-from lora_tune.models.decoder import LayerInputs
+from lora_tune.models.inputs import LayerInputs
+
+
+def remember(
+    k: jax.Array, v: jax.Array, inputs: LayerInputs, entry: Entry | None
+) -> tuple[jax.Array, jax.Array, Entry | None]:
+    """Writes keys and values to the cache, if there is one, and reads all that it holds.
+
+    Args:
+      k: rotated keys of this call `[B, T, K, H]`.
+      v: values `[B, T, K, H]`.
+      inputs: the slots of the cache.
+      entry: the layer's place in the cache; None in training.
+
+    Returns:
+      Keys and values `[B, S, K, H]` of all slots, those given where there is no cache, and the
+      entry after the call.
+    """
+    if entry is None or inputs.slots is None:
+        return k, v, entry
+    entry = entry.write(slot=inputs.slots.index, k=slots_first(k), v=slots_first(v))
+    return slots_last(entry.read("k")), slots_last(entry.read("v")), entry
 
 
 def attend(
@@ -18,45 +39,40 @@ def attend(
     k: jax.Array,
     v: jax.Array,
     inputs: LayerInputs,
-    entry: Entry | None,
     *,
     scale: float | None = None,
     sliding_window: int | None = None,
-) -> tuple[jax.Array, Entry | None]:
+) -> jax.Array:
     """Attends over this call's tokens, and with a cache over what it holds as well.
 
     Args:
       q: rotated queries `[B, T, N, H]`.
-      k: rotated keys `[B, T, K, H]`.
-      v: values `[B, T, K, H]`.
+      k: what `remember` has of the keys: `[B, T, K, H]`, or `[B, S, K, H]` with a cache.
+      v: the same of the values.
       inputs: segments, and the slots of the cache.
-      entry: the layer's place in the cache, which `k` and `v` are written to; None in training.
       scale: of the logits, `H ** -0.5` where it is None.
       sliding_window: how many tokens a query sees, itself included; None for all before it.
 
     Returns:
-      `[B, T, N, H]`, and the entry after the call.
+      `[B, T, N, H]`.
     """
     usual = q.shape[-1] ** -0.5
     run = functools.partial(
         attention, scale=usual if scale is None else scale, sliding_window=sliding_window
     )
     slots = inputs.slots
-    if entry is None or slots is None:
-        rows = sequence.whole_rows(inputs.segment_ids)
-        keys, values = (sequence.deal_heads(x, shared=True) for x in (k, v))
-        y = sequence.collect_heads(run(sequence.deal_heads(q), keys, values, segment_ids=rows))
-    else:
-        entry = entry.write(slot=slots.index, k=slots_first(k), v=slots_first(v))
-        y = run(
+    if slots is not None:
+        return run(
             q,
-            slots_last(entry.read("k")),
-            slots_last(entry.read("v")),
+            k,
+            v,
             segment_ids=inputs.segment_ids,
             key_segment_ids=slots.segment_ids,
             query_offset=slots.index,
         )
-    return y, entry
+    rows = sequence.whole_rows(inputs.segment_ids)
+    keys, values = (sequence.deal_heads(x, shared=True) for x in (k, v))
+    return sequence.collect_heads(run(sequence.deal_heads(q), keys, values, segment_ids=rows))
 
 
 def make_attention_cache(

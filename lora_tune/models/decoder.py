@@ -9,9 +9,8 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,118 +20,10 @@ from jax.typing import DTypeLike
 from lora_tune import scan
 from lora_tune.cache import Cache, Entry, LayerCache
 from lora_tune.errors import InputError
-from lora_tune.hf.table import Row
 from lora_tune.layers.cross_entropy import cross_entropy
 from lora_tune.layers.linear import Embed, Linear
-from lora_tune.layers.norms import RMSNorm
-from lora_tune.layers.segments import running_segments
-
-
-class Config(Protocol):
-    """What the decoder reads of a family's configuration; fields of frozen dataclasses."""
-
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
-    rms_norm_eps: float
-    tie_word_embeddings: bool
-
-    def layer_kinds(self) -> Sequence[Hashable]:
-        """The kind of every layer; equal kinds have equal parameter trees."""
-        ...
-
-
-def _one(config: Any) -> float:
-    return 1.0
-
-
-def _none(config: Any) -> None:
-    return None
-
-
-@dataclasses.dataclass(frozen=True)
-class Family:
-    """One model family: how to read its configuration, build a layer and name its tensors.
-
-    Attributes:
-      read_config: Hugging Face `config.json` as a dict -> configuration; raises InputError naming
-        a field that asks for something the family's layers do not do.
-      make_layer: `(config, kind, dtype=) -> layer`, called as `layer(h, LayerInputs, entry)`; it
-        returns the new `h` and the entry it wrote to, None for None.
-      make_cache: `(config, kind, batch=, size=, dtype=) -> empty cache` of such a layer.
-      layer_rows, top_rows, ignored, renamed, fused, layer_prefix: see `lora_tune.hf.table`.
-      make_norm: `(features, eps=, dtype=) -> norm` behind the last layer.
-      embedding_scale: `config ->` what embeddings of tokens are multiplied by.
-      logit_cap: `config ->` the bound that logits are bent to stay within, None for none.
-      not_adaptable: layer paths of projections that never carry an adapter, e.g. routers.
-      portable_config: a `config.json` -> the same with all that only lora_tune understands spelled
-        out for other libraries; exports write it.
-    """
-
-    read_config: Callable[[Mapping[str, Any]], Any]
-    make_layer: Callable[..., nnx.Module]
-    make_cache: Callable[..., LayerCache]
-    layer_rows: Sequence[Row]
-    top_rows: Sequence[Row]
-    ignored: Sequence[tuple[str, str]]
-    make_norm: Callable[..., nnx.Module] = RMSNorm
-    embedding_scale: Callable[[Any], float] = _one
-    logit_cap: Callable[[Any], float | None] = _none
-    not_adaptable: Sequence[str] = ()
-    renamed: Sequence[tuple[str, str]] = ()
-    fused: Sequence[tuple[str, Sequence[str]]] = ()
-    layer_prefix: str = "model.layers.{i}."
-    portable_config: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class LayerInputs:
-    """What every layer sees beside the hidden states.
-
-    Attributes:
-      segment_ids: int32 `[B, T]`; 0 is padding, equal ids are one document.
-      positions: int32 `[B, T]`, restarting at 0 in every document.
-      slots: what the layers' caches hold, where there are caches.
-    """
-
-    segment_ids: jax.Array
-    positions: jax.Array
-    slots: "Slots | None" = None
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Slots:
-    """The state of all layers' caches at the time of a call.
-
-    Attributes:
-      segment_ids: int32 `[B, S]` of the slots, those of this call's tokens included.
-      index: int32 scalar, the slot of this call's first token.
-      continues: bool `[B]`, false where the first real token starts another document than the row
-        ended with: recurrent layers then forget.
-    """
-
-    segment_ids: jax.Array
-    index: jax.Array
-    continues: jax.Array
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Origin:
-    """Where a decoder came from: what exports copy and name.
-
-    Attributes:
-      model_type: of the Hugging Face configuration.
-      folder: the checkpoint on this machine.
-      base_name: hub id, or the folder where there is none.
-      commit: of the hub id.
-    """
-
-    model_type: str
-    folder: Path
-    base_name: str
-    commit: str | None
+from lora_tune.models.family import Config, Family, Origin
+from lora_tune.models.inputs import LayerInputs, fill_slots, segment_positions
 
 
 class Block(nnx.Module):
@@ -176,29 +67,6 @@ class DecoderOptions:
             raise InputError(f"loss_chunk is {self.loss_chunk}, expected at least 1")
 
 
-def segment_positions(segment_ids: jax.Array) -> jax.Array:
-    """Positions `[B, T]` that restart at 0 wherever the segment id changes."""
-    index = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None, :]
-    changed = segment_ids[:, 1:] != segment_ids[:, :-1]
-    starts = jnp.pad(jnp.where(changed, index[:, 1:], 0), ((0, 0), (1, 0)))
-    return index - jax.lax.cummax(starts, axis=1)
-
-
-def _fill_slots(cache: Cache, segment_ids: jax.Array) -> tuple[Slots, jax.Array]:
-    """Enters a call's tokens into the cache's slots; returns them and the tokens' positions."""
-    before, real = cache.segment_ids, segment_ids != 0
-    newest = jnp.argmax(jnp.where(before != 0, jnp.arange(1, cache.size + 1)[None, :], 0), axis=1)
-    last = jnp.take_along_axis(before, newest[:, None], axis=1)[:, 0]
-    first = jnp.take_along_axis(segment_ids, jnp.argmax(real, axis=1)[:, None], axis=1)[:, 0]
-    ids = jax.lax.dynamic_update_slice(before, segment_ids.astype(jnp.int32), (0, cache.index))
-    seen = jnp.sum((before == last[:, None]) & (last != 0)[:, None], axis=1, dtype=jnp.int32)
-    # A call of padding alone (first is 0) leaves a row as it stands.
-    continues = (last != 0) & ((first == last) | (first == 0))
-    _, run = running_segments(segment_ids)
-    ahead = jnp.where((run == 0) & continues[:, None], seen[:, None], 0)
-    return Slots(ids, cache.index, continues), segment_positions(segment_ids) + ahead
-
-
 class Decoder(nnx.Module):
     """A causal language model of any family, built abstract (shapes only).
 
@@ -207,13 +75,14 @@ class Decoder(nnx.Module):
     """
 
     def __init__(self, family: Family, config: Config, options: DecoderOptions):
-        self.family = family
+        self.family = dataclasses.replace(family, ignored=(*family.ignored, *family.unused(config)))
         self.origin: Origin | None = None
         self.config = config
         self.options = options
         self.plan = scan.plan_layers(config.layer_kinds(), scan=options.scan_layers)
         dtype = options.param_dtype
         self.embed_tokens = Embed(config.vocab_size, config.hidden_size, dtype=dtype)
+        self.layer_inputs = family.make_layer_inputs(config, dtype=dtype)
         make = functools.partial(family.make_layer, config, dtype=dtype)
         if options.scan_layers:
             self._create_stacks(make)
@@ -304,14 +173,16 @@ class Decoder(nnx.Module):
             segment_ids = jnp.ones_like(tokens)
         slots = None
         if cache is not None:
-            slots, following = _fill_slots(cache, segment_ids)
+            slots, following = fill_slots(cache, segment_ids)
         else:
             following = segment_positions(segment_ids)
         inputs = LayerInputs(segment_ids, following if positions is None else positions, slots)
         # float32 means float32 on every backend: elsewhere than on CPU the default is less.
         exact = jnp.dtype(self.options.dtype) == jnp.float32
         with jax.default_matmul_precision("highest") if exact else contextlib.nullcontext():
-            h, layers = self._run_layers(self._embed(tokens), inputs, cache and cache.layers)
+            h = self._embed(tokens)
+            own = None if self.layer_inputs is None else self.layer_inputs(tokens, h)
+            h, layers = self._run_layers(h, inputs, own, cache and cache.layers)
             scored = self._head_outputs(self.norm(h), targets, last)
         if slots is None:
             return scored
@@ -337,13 +208,18 @@ class Decoder(nnx.Module):
         return logits
 
     def _run_layers(
-        self, h: jax.Array, inputs: LayerInputs, caches: Sequence[LayerCache] | None
+        self,
+        h: jax.Array,
+        inputs: LayerInputs,
+        own: jax.Array | None,
+        caches: Sequence[LayerCache] | None,
     ) -> tuple[jax.Array, tuple[Any, ...]]:
         """Runs every layer in order.
 
         Args:
           h: `[B, T, D]`.
           inputs: what every layer sees.
+          own: `[L, B, T, P]`, what there is for each layer alone.
           caches: those of the stacks, in the order of `LayerPlan.stacks`; None for none.
 
         Returns:
@@ -354,53 +230,67 @@ class Decoder(nnx.Module):
         stacked = {"frozen": adapted or caches is not None, "scan_axis": options.param_scan_axis}
         common = {"remat": options.remat, "unshard": True, **stacked}
 
-        def run_stack(stack: Any, h: jax.Array, cache: LayerCache | None, *at: Any) -> Any:
-            def run_layer(layer: Any, carry: Any, i: Any) -> tuple[Any, None]:
-                h, cache = carry
-                place = at if i is None else (*at, i)
-                h, entry = layer(h, inputs, None if cache is None else Entry(cache, place))
-                return (h, entry and entry.stack), None
+        kept: dict[str, Any] = {}
+        first = functools.partial(jax.tree.map, lambda x: x[0])
 
-            scanned = options.scan_layers
-            indices = None
-            if scanned and cache is not None:
-                indices = jnp.arange(jax.tree.leaves(cache)[0].shape[len(at)])
-            axis = scan.LAYER if scanned else None
-            carry, _ = scan.apply_stack(
-                stack, (h, cache), run_layer, axis=axis, xs=indices, **common
-            )
+        def run_stack(run: scan.Run, stack: Any, carry: Any, own: Any, *at: Any) -> Any:
+            def run_layer(layer: Any, carry: Any, x: Any) -> tuple[Any, Any]:
+                (h, cache), (i, own) = carry, x
+                entry = None if cache is None else Entry(cache, at if i is None else (*at, i))
+                h, entry, *more = layer(h, dataclasses.replace(inputs, own=own, kept=kept), entry)
+                return (h, entry and entry.stack), more
+
+            axis = scan.LAYER if options.scan_layers else None
+            indexed = options.scan_layers and carry[1] is not None
+            xs = (jnp.arange(run.length) if indexed else None, own)
+            xs = xs if options.scan_layers else (None, first(own))
+            carry, more = scan.apply_stack(stack, carry, run_layer, axis=axis, xs=xs, **common)
+            if name := self.family.keeps(self.config, run.kind):
+                (kept[name],) = first(more) if options.scan_layers else more
             return carry
 
-        def run_stacks(stacks: Any, h: jax.Array, caches: Any, *at: Any) -> Any:
+        def run_stacks(
+            runs: Sequence[scan.Run], stacks: Any, h: jax.Array, caches: Any, own: Any, *at: Any
+        ) -> Any:
             after = []
-            for stack, cache in zip(stacks, caches, strict=True):
-                h, cache = run_stack(stack, h, cache, *at)
+            for run, stack, cache in zip(runs, stacks, caches, strict=True):
+                start = run.start - runs[0].start
+                mine = None if own is None else own[start : start + run.length]
+                h, cache = run_stack(run, stack, (h, cache), mine, *at)
                 after.append(cache)
             return h, tuple(after)
 
-        def run_block(block: Any, carry: Any, b: Any) -> tuple[Any, None]:
-            return run_stacks(block.runs, *carry, *(() if b is None else (b,))), None
+        def run_block(block: Any, carry: Any, x: Any) -> tuple[Any, None]:
+            b, own = x
+            at = () if b is None else (b,)
+            return run_stacks(plan.cycle, block.runs, *carry, own, *at), None
 
         left = iter(caches or [None] * len(plan.stacks()))
 
-        def take(count: int) -> tuple[LayerCache | None, ...]:
-            return tuple(itertools.islice(left, count))
+        def take(runs: Sequence[scan.Run]) -> tuple[LayerCache | None, ...]:
+            return tuple(itertools.islice(left, len(runs)))
+
+        def since(runs: Sequence[scan.Run]) -> jax.Array | None:
+            return own if own is None or not runs else own[runs[0].start :]
 
         if not options.scan_layers:
-            return run_stacks(self.layers, h, tuple(left))
-        h, prefix = run_stacks(self.prefix, h, take(len(plan.prefix)))
-        inside = take(len(plan.cycle))
+            return run_stacks(plan.prefix, self.layers, h, tuple(left), own)
+        h, prefix = run_stacks(plan.prefix, self.prefix, h, take(plan.prefix), own)
+        inside = take(plan.cycle)
         if plan.blocks:
+            mine, size = since(plan.cycle), plan.blocks * plan.cycle_length
+            if mine is not None:
+                mine = mine[:size].reshape(plan.blocks, plan.cycle_length, *mine.shape[1:])
             # The block is not rematerialised: each of its layers is.
             (h, inside), _ = scan.apply_stack(
                 self.blocks,
                 (h, inside),
                 run_block,
                 axis=scan.BLOCK,
-                xs=None if caches is None else jnp.arange(plan.blocks),
+                xs=(None if caches is None else jnp.arange(plan.blocks), mine),
                 **stacked,
             )
-        h, suffix = run_stacks(self.suffix, h, tuple(left))
+        h, suffix = run_stacks(plan.suffix, self.suffix, h, tuple(left), since(plan.suffix))
         return h, (*prefix, *inside, *suffix)
 
     def _head(self) -> Any:

@@ -17,6 +17,7 @@ _LEAST: Mapping[str, int] = {
     "hidden_size_per_layer_input": 0,
     "linear_conv_kernel_dim": 2,
     "max_window_layers": 0,
+    "num_kv_shared_layers": 0,
     "num_experts": 0,
     "num_experts_per_tok": 0,
 }

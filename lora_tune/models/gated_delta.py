@@ -23,7 +23,7 @@ from lora_tune.layers.delta_mixer import Heads, gated_delta_mixer
 from lora_tune.layers.delta_net import gated_delta_rule, recurrent_gated_delta_rule
 from lora_tune.layers.norms import gated_rms_normalise
 from lora_tune.layers.weights import uniform, weight
-from lora_tune.models.decoder import LayerInputs
+from lora_tune.models.inputs import LayerInputs
 from lora_tune.scan import MIXED
 
 

@@ -22,10 +22,11 @@ from lora_tune.layers.linear import Linear
 from lora_tune.layers.moe import MLP
 from lora_tune.layers.norms import GatedRMSNorm, PlainRMSNorm
 from lora_tune.layers.weights import ONES, Initialiser, weight
-from lora_tune.models.attention import attend, make_attention_cache
-from lora_tune.models.decoder import Family, LayerInputs
+from lora_tune.models.attention import attend, make_attention_cache, remember
+from lora_tune.models.family import Family
 from lora_tune.models.fields import list_problems, unknown_fields, unsupported, value_problems
 from lora_tune.models.gated_delta import Conv, DeltaSizes, delta_attention, log_decay
+from lora_tune.models.inputs import LayerInputs
 from lora_tune.models.rope import (
     Rope,
     RopeFields,
@@ -267,7 +268,8 @@ class Attention(nnx.Module):
         k = self.k_norm(self.k_proj(x)).reshape(shape)
         if c.rope is not None:
             q, k = c.rope.turn(inputs, q, k)
-        y, entry = attend(q, k, self.v_proj(x).reshape(shape), inputs, entry)
+        k, v, entry = remember(k, self.v_proj(x).reshape(shape), inputs, entry)
+        y = attend(q, k, v, inputs)
         return self.o_proj(y.reshape(*x.shape[:2], -1)), entry
 
 

@@ -20,9 +20,10 @@ from lora_tune.layers.linear import Linear
 from lora_tune.layers.moe import MLP, SparseMoe
 from lora_tune.layers.norms import GatedRMSNorm, RMSNorm
 from lora_tune.layers.weights import ONES, Initialiser, weight
-from lora_tune.models.attention import attend, make_attention_cache
-from lora_tune.models.decoder import Family, LayerInputs
+from lora_tune.models.attention import attend, make_attention_cache, remember
+from lora_tune.models.family import Family
 from lora_tune.models.gated_delta import Conv, DeltaSizes, delta_attention, log_decay
+from lora_tune.models.inputs import LayerInputs
 from lora_tune.models.qwen3_next_config import (
     FULL,
     LINEAR,
@@ -128,7 +129,8 @@ class Attention(nnx.Module):
         k = self.k_proj(x).reshape(*lead, c.num_key_value_heads, c.head_dim)
         v = self.v_proj(x).reshape(*lead, c.num_key_value_heads, c.head_dim)
         q, k = c.rope.turn(inputs, self.q_norm(q), self.k_norm(k))
-        y, entry = attend(q, k, v, inputs, entry)
+        k, v, entry = remember(k, v, inputs, entry)
+        y = attend(q, k, v, inputs)
         return self.o_proj((y * jax.nn.sigmoid(gate)).reshape(*lead, -1)), entry
 
 

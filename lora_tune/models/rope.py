@@ -22,8 +22,8 @@ from lora_tune.layers.rope import (
     yarn_frequencies,
     yarn_magnitude,
 )
-from lora_tune.models.decoder import LayerInputs
 from lora_tune.models.fields import positive
+from lora_tune.models.inputs import LayerInputs
 
 _ORIGINAL = "original_max_position_embeddings"
 _NEEDED: Mapping[str, tuple[str, ...]] = {

@@ -7,24 +7,27 @@ H head dim.
 """
 
 import functools
+import re
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from flax import nnx
 from jax.typing import DTypeLike
 
-from lora_tune.cache import AttentionCache, Entry
+from lora_tune.cache import AttentionCache, Entry, NoCache
 from lora_tune.hf.table import Row
 from lora_tune.layers.linear import Linear
 from lora_tune.layers.moe import MLP, SparseMoe
 from lora_tune.layers.norms import PlainRMSNorm, RMSNorm, rms_normalise
 from lora_tune.layers.weights import ONES, weight
-from lora_tune.models.attention import attend, make_attention_cache
-from lora_tune.models.decoder import Family, LayerInputs
+from lora_tune.models.attention import attend, make_attention_cache, remember
+from lora_tune.models.family import Family
+from lora_tune.models.inputs import LayerInputs
+from lora_tune.models.kinds import KEPT, SHARED, SLIDING, Kind
+from lora_tune.models.per_layer import PerLayerInput, PerLayerInputs
 from lora_tune.models.transformer_config import (
-    SLIDING,
     Dialect,
-    Kind,
     TransformerConfig,
     read_config,
 )
@@ -40,39 +43,47 @@ def norm_of(dialect: Dialect) -> Callable[..., nnx.Module]:
 class Attention(nnx.Module):
     """Grouped-query attention with rope, over all earlier tokens or a window of them."""
 
-    def __init__(self, c: TransformerConfig, layer_type: str, *, dtype: DTypeLike):
+    def __init__(self, c: TransformerConfig, kind: Kind, *, dtype: DTypeLike):
+        layer_type, keys = kind.layer_type, kind.keys
         n, d = c.num_attention_heads, c.hidden_size
         k, h = c.heads(layer_type)
         linear = functools.partial(Linear, dtype=dtype)
         into = functools.partial(linear, axes=("embed", "heads"), bias=c.qkv_bias)
         self.q_proj = into(d, n * h)
-        self.k_proj = into(d, k * h)
-        if not c.values_are_keys(layer_type):
-            self.v_proj = into(d, k * h)
+        if keys != SHARED:
+            self.k_proj = into(d, k * h)
+            if not c.values_are_keys(layer_type):
+                self.v_proj = into(d, k * h)
         self.o_proj = linear(n * h, d, axes=("heads", "embed"), bias=c.attention_bias)
         if c.dialect.qk_norm:
             norm = norm_of(c.dialect)
             self.q_norm = norm(h, eps=c.rms_norm_eps, dtype=dtype)
-            self.k_norm = norm(h, eps=c.rms_norm_eps, dtype=dtype)
+            if keys != SHARED:
+                self.k_norm = norm(h, eps=c.rms_norm_eps, dtype=dtype)
         self.config = c
-        self.layer_type = layer_type
+        self.kind = kind
 
     def __call__(
         self, x: jax.Array, inputs: LayerInputs, entry: Entry | None
-    ) -> tuple[jax.Array, Entry | None]:
-        """Mixes `[B, T, D]` over time."""
-        c = self.config
-        shape = (*x.shape[:2], -1, c.heads(self.layer_type)[1])
-        q, k = self.q_proj(x).reshape(shape), self.k_proj(x).reshape(shape)
-        v = k if c.values_are_keys(self.layer_type) else self.v_proj(x).reshape(shape)
-        if c.dialect.value_norm:
-            v = rms_normalise(v, c.rms_norm_eps).astype(v.dtype)
-        if c.dialect.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = c.rope(self.layer_type).turn(inputs, q, k)
-        window = c.sliding_window if self.layer_type == SLIDING else None
-        y, entry = attend(q, k, v, inputs, entry, scale=c.attention_scale, sliding_window=window)
-        return self.o_proj(y.reshape(*x.shape[:2], -1)), entry
+    ) -> tuple[jax.Array, Entry | None, tuple[jax.Array, jax.Array]]:
+        """Mixes `[B, T, D]` over time; returns the keys and values as well."""
+        c, layer_type = self.config, self.kind.layer_type
+        shape = (*x.shape[:2], -1, c.heads(layer_type)[1])
+        q = self.q_proj(x).reshape(shape)
+        q = self.q_norm(q) if c.dialect.qk_norm else q
+        if self.kind.keys == SHARED:
+            (q,), (k, v) = c.rope(layer_type).turn(inputs, q), inputs.kept[layer_type]
+        else:
+            k = self.k_proj(x).reshape(shape)
+            v = k if c.values_are_keys(layer_type) else self.v_proj(x).reshape(shape)
+            if c.dialect.value_norm:
+                v = rms_normalise(v, c.rms_norm_eps).astype(v.dtype)
+            k = self.k_norm(k) if c.dialect.qk_norm else k
+            q, k = c.rope(layer_type).turn(inputs, q, k)
+            k, v, entry = remember(k, v, inputs, entry)
+        window = c.sliding_window if layer_type == SLIDING else None
+        y = attend(q, k, v, inputs, scale=c.attention_scale, sliding_window=window)
+        return self.o_proj(y.reshape(*x.shape[:2], -1)), entry, (k, v)
 
 
 class Layer(nnx.Module):
@@ -83,11 +94,10 @@ class Layer(nnx.Module):
     """
 
     def __init__(self, c: TransformerConfig, kind: Kind, *, dtype: DTypeLike):
-        layer_type, sparse = kind
         norm_type = norm_of(c.dialect)
         norm = functools.partial(norm_type, c.hidden_size, eps=c.rms_norm_eps, dtype=dtype)
         self.input_layernorm = norm()
-        self.self_attn = Attention(c, layer_type, dtype=dtype)
+        self.self_attn = Attention(c, kind, dtype=dtype)
         self.post_attention_layernorm = norm()
         self.sandwiched = c.dialect.sandwiched
         if self.sandwiched:
@@ -96,7 +106,10 @@ class Layer(nnx.Module):
         self.scaled = c.dialect.scaled_layers
         if self.scaled:
             self.layer_scalar = weight((1,), dtype, axes=(None,), init=ONES)
-        if sparse:
+        self.keeps = kind.keys == KEPT
+        if c.hidden_size_per_layer_input:
+            self.per_layer_input = PerLayerInput(c, norm_type, dtype=dtype)
+        if kind.sparse:
             self.mlp = SparseMoe(
                 c.hidden_size,
                 num_experts=c.num_experts,
@@ -109,7 +122,7 @@ class Layer(nnx.Module):
         else:
             self.mlp = MLP(
                 c.hidden_size,
-                c.intermediate_size,
+                c.intermediate_size * (2 if c.use_double_wide_mlp and kind.keys == SHARED else 1),
                 bias=c.mlp_bias,
                 activation=c.dialect.activation,
                 dtype=dtype,
@@ -117,27 +130,50 @@ class Layer(nnx.Module):
 
     def __call__(
         self, h: jax.Array, inputs: LayerInputs, entry: Entry | None = None
-    ) -> tuple[jax.Array, Entry | None]:
+    ) -> tuple[Any, ...]:
         """Runs the layer on `[B, T, D]`."""
-        mixed, entry = self.self_attn(self.input_layernorm(h), inputs, entry)
+        mixed, entry, keys_and_values = self.self_attn(self.input_layernorm(h), inputs, entry)
         if not self.sandwiched:
             h = h + mixed
             return h + self.mlp(self.post_attention_layernorm(h)), entry
         h = h + self.post_attention_layernorm(mixed)
         fed = self.mlp(self.pre_feedforward_layernorm(h))
         h = h + self.post_feedforward_layernorm(fed)
+        if inputs.own is not None:
+            h = h + self.per_layer_input(h, inputs.own)
         if self.scaled:  # by a buffer, as transformers has it: training leaves it alone
             scalar = jax.lax.stop_gradient(self.layer_scalar[...])
             h = h * scalar.astype(h.dtype)[None, None, :]
-        return h, entry
+        return (h, entry, keys_and_values) if self.keeps else (h, entry)
 
 
 def make_cache(
     c: TransformerConfig, kind: Kind, *, batch: int, size: int, dtype: DTypeLike
-) -> AttentionCache:
+) -> AttentionCache | NoCache:
     """An empty cache of a layer for `batch` rows of `size` slots."""
-    heads, width = c.heads(kind[0])
+    if kind.keys == SHARED:
+        return NoCache()
+    heads, width = c.heads(kind.layer_type)
     return make_attention_cache(heads, width, batch=batch, size=size, dtype=dtype)
+
+
+def _keeps(c: TransformerConfig, kind: Kind) -> str | None:
+    return kind.layer_type if kind.keys == KEPT else None
+
+
+def _layer_inputs(c: TransformerConfig, *, dtype: DTypeLike) -> PerLayerInputs | None:
+    if not c.hidden_size_per_layer_input:
+        return None
+    return PerLayerInputs(c, norm_of(c.dialect), dtype=dtype)
+
+
+def _unused(dialect: Dialect, c: TransformerConfig) -> tuple[tuple[str, str], ...]:
+    """Projections to keys and values of layers that share those of others."""
+    shared = [str(i) for i, kind in enumerate(c.layer_kinds()) if kind.keys == SHARED]
+    if not shared:
+        return ()
+    names = rf"layers\.({'|'.join(shared)})\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\..*"
+    return ((re.escape(dialect.prefix) + names, "keys and values, which come from earlier layers"),)
 
 
 def _embedding_scale(c: TransformerConfig) -> float:
@@ -158,6 +194,8 @@ _NORMS = (
     *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
     *("self_attn.q_norm", "self_attn.k_norm"),
 )
+_OWN = "per_layer_input"
+_ALL = "layer_inputs"
 
 
 def make_family(dialect: Dialect) -> Family:
@@ -166,6 +204,9 @@ def make_family(dialect: Dialect) -> Family:
         read_config=functools.partial(read_config, dialect),
         make_layer=Layer,
         make_cache=make_cache,
+        keeps=_keeps,
+        make_layer_inputs=_layer_inputs,
+        unused=functools.partial(_unused, dialect),
         make_norm=norm_of(dialect),
         embedding_scale=_embedding_scale,
         logit_cap=_logit_cap,
@@ -174,6 +215,9 @@ def make_family(dialect: Dialect) -> Family:
             *(Row(f"{name}.kernel", f"{name}.weight", "transpose") for name in _PROJECTIONS),
             *(Row(f"{name}.bias", f"{name}.bias") for name in _PROJECTIONS),
             Row("layer_scalar", "layer_scalar"),
+            Row(f"{_OWN}.gate.kernel", "per_layer_input_gate.weight", "transpose"),
+            Row(f"{_OWN}.projection.kernel", "per_layer_projection.weight", "transpose"),
+            Row(f"{_OWN}.norm.weight", "post_per_layer_input_norm.weight"),
             Row("mlp.gate.kernel", "mlp.gate.weight", "transpose"),
             *(
                 Row(f"mlp.experts.{name}.kernel", f"mlp.experts.{{e}}.{name}.weight", "transpose")
@@ -182,6 +226,19 @@ def make_family(dialect: Dialect) -> Family:
         ),
         top_rows=(
             Row("embed_tokens.embedding", f"{dialect.prefix}embed_tokens.weight"),
+            Row(
+                f"{_ALL}.embed_tokens_per_layer.embedding",
+                f"{dialect.prefix}embed_tokens_per_layer.weight",
+            ),
+            Row(
+                f"{_ALL}.context.per_layer_model_projection.kernel",
+                f"{dialect.prefix}per_layer_model_projection.weight",
+                "transpose",
+            ),
+            Row(
+                f"{_ALL}.context.per_layer_projection_norm.weight",
+                f"{dialect.prefix}per_layer_projection_norm.weight",
+            ),
             Row("norm.weight", f"{dialect.prefix}norm.weight"),
             Row("lm_head.kernel", "lm_head.weight", "transpose"),
         ),

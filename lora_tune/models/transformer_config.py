@@ -18,6 +18,8 @@ from lora_tune.models.fields import (
     unsupported,
     value_problems,
 )
+from lora_tune.models.global_heads import global_heads
+from lora_tune.models.kinds import FULL, SLIDING, Kind, key_sharing, sharing_problems
 from lora_tune.models.rope import (
     Rope,
     RopeFields,
@@ -27,10 +29,6 @@ from lora_tune.models.rope import (
     rope_fields,
     rope_problems,
 )
-
-SLIDING, FULL = "sliding_attention", "full_attention"
-Kind = tuple[str, bool]
-"""(what attention sees, whether the feed-forward is a mixture of experts)."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -60,8 +58,9 @@ class Dialect:
       scaled_embeddings: embeddings are multiplied by the root of their width.
       unscaled: products of queries and keys are not scaled.
       global_rope: rope fields of layers without a window, where `rope_parameters` is missing.
-      global_heads: layers without a window may have heads of their own, see `_global_heads`; with
-        `attention_k_eq_v` their keys are the values. The last layer is one of them.
+      global_heads: layers without a window may have heads of their own, see
+        `lora_tune.models.global_heads`; with `attention_k_eq_v` their keys are the values. The last
+        layer is one of them.
       older_rope: rope fields of transformers 4 are read: `rope_theta` and `rope_scaling`.
       value_norm: values are normalised, without a weight.
       exact_norms: norms are float32 throughout, see `PlainRMSNorm`.
@@ -133,6 +132,10 @@ class TransformerConfig:
     global_head_dim: int | None = None
     num_global_key_value_heads: int | None = None
     attention_k_eq_v: bool = False
+    hidden_size_per_layer_input: int = 0
+    vocab_size_per_layer_input: int = 0
+    num_kv_shared_layers: int = 0
+    use_double_wide_mlp: bool = False
     num_experts: int = 0
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
@@ -140,7 +143,8 @@ class TransformerConfig:
 
     def layer_kinds(self) -> tuple[Kind, ...]:
         """The kind of every layer; equal kinds have equal parameter trees."""
-        return tuple(zip(self.layer_types, self.sparse_layers, strict=True))
+        keys = key_sharing(self.layer_types, self.num_kv_shared_layers)
+        return tuple(map(Kind, self.layer_types, self.sparse_layers, keys))
 
     @property
     def qkv_bias(self) -> bool:
@@ -180,11 +184,6 @@ _NULLABLE: Mapping[str, Any] = {
     "sliding_window": 1,
 }
 """Fields that may be null -> an example of their type."""
-_GLOBAL: Mapping[str, str] = {
-    "head_dim": "global_head_dim",
-    "num_key_value_heads": "num_global_key_value_heads",
-}
-"""Sizes of heads -> what they are called in layers without a window."""
 _OLDER_ROPE = ("rope_theta", "rope_scaling")
 _ROUTING = ("mlp_only_layers", "output_router_logits", "router_aux_loss_coef")
 
@@ -222,7 +221,7 @@ def read_config(dialect: Dialect, hf: Mapping[str, Any]) -> TransformerConfig:
             *list_problems(hf, "mlp_only_layers", int),
         ]
     if not problems and dialect.global_heads:
-        heads, problems = _global_heads(dialect, hf, values)
+        heads, problems = global_heads(hf, values, _types_and_window(dialect, hf, values)[0])
         values |= heads
     problems = problems or list(_size_problems(dialect, hf, values))
     if problems:
@@ -376,54 +375,6 @@ def _under_one_name(dialect: Dialect, hf: Mapping[str, Any]) -> tuple[dict[str, 
     return named, problems
 
 
-def _global_heads(
-    dialect: Dialect, hf: Mapping[str, Any], values: Mapping[str, Any]
-) -> tuple[dict[str, Any], list[str]]:
-    """Heads of layers without a window, and what is wrong with them.
-
-    transformers 5 turns `global_head_dim` and, with `attention_k_eq_v`,
-    `num_global_key_value_heads` into `per_layer_config`: what single layers have in place of
-    `head_dim` and `num_key_value_heads`, unless it is the same. Where that is, only that counts.
-    """
-    own = {name: values[name] for name in _GLOBAL}
-    if "per_layer_config" not in hf:
-        shared = () if values["attention_k_eq_v"] else ("num_key_value_heads",)
-        found = {n: None if n in shared else values[other] for n, other in _GLOBAL.items()}
-        return {other: found[n] or own[n] for n, other in _GLOBAL.items()}, []
-    types, layers = _types_and_window(dialect, hf, values)[0], hf["per_layer_config"] or {}
-    if wrong := list(_layer_problems(layers, len(types))):
-        return {}, wrong
-    given = {int(i): fields for i, fields in layers.items()}
-    heads = [{**own, **given.get(i, {})} for i in range(len(types))]
-    by_type = {
-        kind: [h for h, t in zip(heads, types, strict=True) if t == kind]
-        for kind in (SLIDING, FULL)
-    }
-    full = by_type[FULL][0]
-    if any(h != own for h in by_type[SLIDING]) or any(h != full for h in by_type[FULL]):
-        alike = f"only all layers of type {FULL!r} alike"
-        return {}, [f"per_layer_config={layers!r} is not supported ({alike})"]
-    return {other: full[name] for name, other in _GLOBAL.items()}, []
-
-
-def _layer_problems(layers: Any, count: int) -> Iterator[str]:
-    """What is wrong with the form of `per_layer_config`."""
-    if not isinstance(layers, Mapping):
-        yield f"per_layer_config is {layers!r}, expected an object"
-        return
-    for layer, fields in layers.items():
-        where = f"per_layer_config.{layer}"
-        if not (str(layer).isdecimal() and int(layer) < count):
-            yield f"{where} is no layer, expected a number below {count}"
-        elif not isinstance(fields, Mapping):
-            yield f"{where} is {fields!r}, expected an object"
-        elif odd := sorted({*fields} - {*_GLOBAL}):
-            yield f"{where} has {', '.join(odd)}, which is unknown to this family"
-        else:
-            sizes = value_problems(fields, dict.fromkeys(fields, 1))
-            yield from (f"{where}.{problem}" for problem in sizes)
-
-
 def _size_problems(
     dialect: Dialect, hf: Mapping[str, Any], values: Mapping[str, Any]
 ) -> Iterator[str]:
@@ -434,10 +385,10 @@ def _size_problems(
         width = values.get(name) or 4
         if width % 2 or width < 4:
             yield f"{name} is {width}, expected an even number of at least 4"
-    name = "hidden_size_per_layer_input"
-    if name in hf and values[name]:
-        yield f"{name}={values[name]} is not supported (only 0)"
-    elif values.get(name):
-        yield f"{name} is missing, which means {values[name]}; only 0 is supported, write it"
+    rows, name = values["vocab_size"], "vocab_size_per_layer_input"
+    if values.get("hidden_size_per_layer_input") and values[name] < rows:
+        yield f"{name} is {values[name]}, expected at least vocab_size ({rows})"
+    types = _types_and_window(dialect, hf, values)[0]
+    yield from sharing_problems(types, values.get("num_kv_shared_layers", 0))
     if dialect.routes and not 0 < values["num_experts_per_tok"] <= values["num_experts"]:
         yield "num_experts_per_tok must be between 1 and num_experts"

@@ -83,7 +83,8 @@ TINY_SPARSE_HYBRID = {
     name: value for name, value in TINY.items() if name not in ("intermediate_size", *EXPERTS[-1:])
 }
 TINY_GEMMA4 = TINY_LLAMA | {
-    "hidden_size_per_layer_input": 0,
+    "hidden_size_per_layer_input": 10,
+    "vocab_size_per_layer_input": VOCAB,
     "head_dim": 12,
     "global_head_dim": 20,
 }

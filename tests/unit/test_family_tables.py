@@ -34,7 +34,14 @@ HYBRID: dict[str, Any] = {
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 SHARED = EXPERTS | {"shared_expert_intermediate_size": 16}
 SPARSE_HYBRID = {n: v for n, v in (HYBRID | SHARED).items() if n != "intermediate_size"}
-GEMMA4 = {"hidden_size_per_layer_input": 0, "global_head_dim": 8, "attention_bias": True}
+GEMMA4: dict[str, Any] = {
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 40,
+    "num_kv_shared_layers": 1,
+    "layer_types": ["sliding_attention", *["full_attention"] * 3],
+    "global_head_dim": 8,
+    "attention_bias": True,
+}
 # With every kind of parameter that the family has.
 CONFIGS: dict[str, dict[str, Any]] = {
     "gemma3": {"text_config": SIZES | {"attention_bias": True}},

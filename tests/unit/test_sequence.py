@@ -13,7 +13,7 @@ from lora_tune import sharding
 from lora_tune.errors import InputError
 from lora_tune.layers import sequence
 from lora_tune.models.attention import attend
-from lora_tune.models.decoder import LayerInputs
+from lora_tune.models.inputs import LayerInputs
 
 TIME, WIDTH = 16, 4
 
@@ -28,7 +28,7 @@ def arrays(heads, keys):
 
 
 def run(q, k, v, segments):
-    y, _ = attend(q, k, v, LayerInputs(segments, segments), None)
+    y = attend(q, k, v, LayerInputs(segments, segments))
     return jnp.sum(jnp.sin(y)), y
 
 

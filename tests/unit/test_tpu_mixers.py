@@ -14,7 +14,7 @@ from lora_tune import sharding
 from lora_tune.layers.attention import attention
 from lora_tune.layers.delta_matrices import Heads
 from lora_tune.layers.delta_mixer import gated_delta_mixer
-from lora_tune.models.decoder import LayerInputs
+from lora_tune.models.inputs import LayerInputs
 from lora_tune.models.qwen3_next import FAMILY, GatedDeltaNet
 from lora_tune.plan.environment import no_cache
 

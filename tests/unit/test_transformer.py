@@ -11,7 +11,8 @@ from lora_tune.errors import InputError
 from lora_tune.models import FAMILIES
 from lora_tune.models.decoder import Decoder, DecoderOptions
 from lora_tune.models.initial import initialise
-from lora_tune.models.transformer_config import FULL, SLIDING
+from lora_tune.models.kinds import FULL, KEPT, OWN, SHARED, SLIDING
+from lora_tune.scan import plan_layers
 from lora_tune.training.optim import make_optimizer
 from lora_tune.training.state import split_model
 from lora_tune.training.step import make_step
@@ -92,7 +93,7 @@ def test_gemma3_has_a_cycle_and_a_rope_for_each_type():
 
 
 def test_gemma4_has_other_heads_in_layers_without_a_window():
-    small = {"hidden_size_per_layer_input": 0, "num_hidden_layers": 7, "head_dim": 8}
+    small = {"num_hidden_layers": 7, "head_dim": 8}
     config = read("gemma4_text", **small)
     assert config.layer_types == (SLIDING,) * 5 + (FULL, FULL)  # the last one always
     assert (config.heads(SLIDING), config.heads(FULL)) == ((4, 8), (4, 512))
@@ -124,11 +125,22 @@ def test_gemma4_has_other_heads_in_layers_without_a_window():
 )
 def test_gemma4_as_transformers_writes_it(layer, heads):
     """Numbers of layers are of equal length; what is as everywhere is left out."""
-    small = {"hidden_size_per_layer_input": 0, "num_hidden_layers": 11, "head_dim": 8}
+    small = {"num_hidden_layers": 11, "head_dim": 8}
     layers = {} if layer is None else {"05": layer, "10": layer}
     config = read("gemma4_text", **small, per_layer_config=layers)
     assert config.layer_types == ((SLIDING,) * 5 + (FULL,)) + ((SLIDING,) * 4 + (FULL,))
     assert (config.heads(SLIDING), config.heads(FULL)) == ((4, 8), heads)
+
+
+def test_gemma4_shares_keys_and_values_of_the_last_layers():
+    """As the E2B model has it: 35 layers, the last 20 of which read what layers 13 and 14 keep."""
+    types = ([SLIDING] * 4 + [FULL]) * 7
+    sizes = {"num_hidden_layers": 35, "num_kv_shared_layers": 20}
+    kinds = read("gemma4_text", **sizes, layer_types=types).layer_kinds()
+    assert [kind.keys for kind in kinds] == [OWN] * 13 + [KEPT] * 2 + [SHARED] * 20
+    assert [kind.layer_type for kind in kinds] == types
+    plan = plan_layers(kinds)
+    assert (plan.blocks, plan.cycle_length, len(plan.prefix), len(plan.suffix)) == (4, 5, 7, 0)
 
 
 def test_fields_of_published_sparse_models_that_ask_for_nothing():
@@ -137,7 +149,7 @@ def test_fields_of_published_sparse_models_that_ask_for_nothing():
 
 def test_a_fault_is_named_once():
     with pytest.raises(InputError) as caught:
-        read("gemma4_text", hidden_size_per_layer_input=0, per_layer_config={"3": {"head_dim": 4}})
+        read("gemma4_text", per_layer_config={"3": {"head_dim": 4}})
     assert str(caught.value).count("per_layer_config") == 1
 
 
@@ -293,10 +305,10 @@ def test_fields_that_change_nothing_pass():
         ),
         (
             "gemma4_text",
-            {},
-            "hidden_size_per_layer_input is missing, which means 256; only 0 is supported",
+            {"vocab_size_per_layer_input": 262143},
+            "vocab_size_per_layer_input is 262143, expected at least vocab_size (262144)",
         ),
-        ("gemma4_text", {"hidden_size_per_layer_input": 8}, "_input=8 is not supported (only 0)"),
+        ("gemma4_text", {"hidden_size_per_layer_input": -1}, "_input is -1, expected at least 0"),
         ("gemma4_text", {"rope_theta": 7.0}, "rope_theta=7.0 is unknown"),
         ("gemma4_text", {"rope_local_base_freq": 7.0}, "rope_local_base_freq=7.0 is unknown"),
         ("gemma4_text", {"rope_scaling": {"factor": 8}}, "rope_scaling={'factor': 8} is unknown"),
@@ -308,12 +320,22 @@ def test_fields_that_change_nothing_pass():
             {"rope_parameters": {FULL: {"rope_type": "proportional", "partial_rotary_factor": 2}}},
             "rope_parameters.full_attention.partial_rotary_factor is 2, expected at most 1",
         ),
-        ("gemma4_text", {"num_kv_shared_layers": 10}, "num_kv_shared_layers=10 is not supported"),
+        ("gemma4_text", {"num_kv_shared_layers": -1}, "num_kv_shared_layers is -1, expected at"),
+        (
+            "gemma4_text",
+            {"num_kv_shared_layers": 30},
+            "num_kv_shared_layers is 30, expected less than num_hidden_layers (30)",
+        ),
+        (
+            "gemma4_text",
+            {"num_kv_shared_layers": 25},
+            "num_kv_shared_layers is 25, but no earlier layer is of type 'full_attention'",
+        ),
         ("gemma4_text", {"enable_moe_block": True}, "enable_moe_block=True is not supported"),
         ("gemma4_text", {"use_bidirectional_attention": "all"}, "attention='all' is not supported"),
         (
             "gemma4_text",
-            {"final_logit_softcapping": 0.0, "hidden_size_per_layer_input": 0},
+            {"final_logit_softcapping": 0.0},
             "final_logit_softcapping is 0.0",
         ),
         ("gemma4_text", {"global_head_dim": "a"}, "global_head_dim is 'a'"),
