@@ -75,10 +75,14 @@ def make(
     lora: LoraConfig | None = ALL,
     mesh: Mesh | None = None,
     b_scale: float = 0.1,
+    model: Any = None,
     **changes: Any,
 ) -> Any:
-    """The model with weights that let every layer count, and adapters whose B is not zero."""
-    model = abstract(options, **changes)
+    """The model with weights that let every layer count, and adapters whose B is not zero.
+
+    `model` is another abstract model in the place of that which `changes` make.
+    """
+    model = abstract(options, **changes) if model is None else model
     shardings = None
     if mesh is not None:
         leaves = bind(model.family, model)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from lora_tune import build, sharding
-from lora_tune.models.decoder import DecoderOptions
+from lora_tune.models import FAMILIES
+from lora_tune.models.decoder import Decoder, DecoderOptions
 from lora_tune.training.state import split_model
 from lora_tune.training.step import make_eval_step, make_step
 
@@ -44,11 +45,37 @@ def batches():
         yield cases.stack_rows(rows, ROWS)
 
 
-def train(sizes, *, full=False, scan_axis=0, accumulation=1):
+# Inputs of single layers; the last four layers read keys and values of the first two.
+GEMMA4 = {
+    "vocab_size": 46,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "sliding_window": 5,
+    "num_kv_shared_layers": 4,
+    "use_double_wide_mlp": True,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "global_head_dim": 8,
+    "rms_norm_eps": 1e-3,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 46,
+}
+
+
+def gemma4(options):
+    family = FAMILIES["gemma4_text"]
+    return Decoder(family, family.read_config(GEMMA4), options)
+
+
+def train(sizes, *, full=False, scan_axis=0, accumulation=1, other=None):
     mesh = sharding.make_mesh(**dict(sizes)) if sizes else None
     options = DecoderOptions(param_scan_axis=scan_axis, loss_chunk=40)
     lora = None if full else cases.ALL
-    model = cases.make(options, lora=lora, mesh=mesh, **LAYERS)
+    changes = {"model": other(options)} if other else LAYERS
+    model = cases.make(options, lora=lora, mesh=mesh, **changes)
     split = split_model(model)
     # Adam divides a gradient's rounding error by the gradient itself. With epsilon a tenth of the
     # largest gradients (1e-2), weights agree as well as the gradients do, and not 1/epsilon worse.
@@ -131,6 +158,16 @@ def test_adapters_train_as_on_one_device(name):
     kinds = {(n.split(".")[4], kind) for n, kind in trained.gradients if "experts" in n}
     assert kinds == {("experts", "kernel_lora_a"), ("experts", "kernel_lora_b")}
     assert_same_training(trained, one_device(False))
+    assert_placed_as_asked(trained, sizes)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_gemma4_trains_as_on_one_device(full):
+    """What layers hand to each other and what each gets of the tokens, cut over devices."""
+    sizes = (("fsdp", 2), ("sequence", 2), ("tensor", 2))
+    trained = train(sizes, full=full, other=gemma4)
+    assert any("per_layer_model_projection" in name for name, _ in trained.gradients)
+    assert_same_training(trained, train(None, full=full, other=gemma4))
     assert_placed_as_asked(trained, sizes)
 
 
