@@ -17,6 +17,8 @@ from lora_tune import recipe as recipes
 from lora_tune.errors import InputError
 from lora_tune.generation.generate import generate
 from lora_tune.hf import merge, peft, save
+from lora_tune.hf.hub import check_complete
+from lora_tune.hf.load import check_tensors, open_base
 from lora_tune.hf.shards import shard_bytes
 from lora_tune.hf.table import bind, module_name
 from lora_tune.lora import inject
@@ -242,12 +244,20 @@ def save_merged(
 def list_targets(path: str, *, revision: str | None = None) -> list[tuple[str, tuple, int]]:
     """Every kind of module of a model that can take an adapter: (name, [out, in], count).
 
-    Reads only the configuration. Layer and expert numbers are shown as `*`.
+    Reads only the configuration; of a folder also what its files say they hold. Layer and expert
+    numbers are shown as `*`.
+
+    Raises:
+      InputError: there is no such model, or the weights in the folder do not fit its configuration.
     """
     source = build.find_source(path, revision=revision, weights=False)
     model = build.abstract_model(source, DecoderOptions())
+    leaves = bind(model.family, model)
+    if Path(path).expanduser().is_dir():
+        check_complete(source)
+        check_tensors(open_base(source.folder, model.family), leaves, model.family)
     kinds: dict[tuple[str, tuple[int, ...]], int] = {}
-    for leaf in bind(model.family, model):
+    for leaf in leaves:
         if leaf.adaptable:
             for name in np.ravel(leaf.names):
                 stars = ["*" if part.isdigit() else part for part in module_name(name).split(".")]

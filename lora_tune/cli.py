@@ -10,100 +10,14 @@ import os
 import select
 import signal
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 
-from lora_tune import __version__
+from lora_tune import __version__, machine, usage
 from lora_tune.errors import InputError
+from lora_tune.machine import COMPILER
 from lora_tune.training.tripwires import TripwireError
-
-_HELP = """\
-Fine-tune Hugging Face models with LoRA in JAX.
-
-usage:
-  lora-tune [train] recipe=NAME [key=value ...]   train as the recipe says (train is the default)
-  lora-tune plan recipe=NAME topology=v5p-8       what training it needs on a slice that is not here
-  lora-tune data recipe=NAME                      what it will see, and checks of the rows
-  lora-tune generate run=DIR prompt=TEXT          answer a prompt with what a run has made
-  lora-tune generate run=DIR prompts=FILE.jsonl   answer every row; prints rows with an answer
-  lora-tune chat run=DIR                          a conversation on the terminal; Ctrl-D ends it
-  lora-tune export run=DIR to=OUT                 a run's checkpoint as an adapter or merged model
-  lora-tune convert-adapter from=DIR to=OUT layout=per-expert   or fused: PEFT's layouts of experts
-  lora-tune verify-resume run=DIR                 trains its end again and compares the log
-  lora-tune prove run=DIR                         what PEFT and transformers make of a run
-  lora-tune list recipes                          the shipped recipes
-  lora-tune list models                           the model types that can be trained
-  lora-tune list targets model.path=PATH          every module of a model that can be adapted
-
-  recipe=NAME   a YAML file, or a shipped recipe from any folder (quickstart.yaml or quickstart)
-  key=value     replaces a key of the recipe: lora.r=8  lora=null  'lora.target_modules=[q_proj]'
-
-generate and chat:
-  run=DIR             a run folder: its base model with adapter/, or else merged/
-  model.path=PATH     the base model alone, or with run= its new place; also model.dtype,
-                      model.revision, model.chat_template, mesh.fsdp, ...
-  prompt=TEXT         put into the chat template as a user's message; raw=true takes it as it is
-  prompts=FILE.jsonl  rows with messages or prompt (as above), and tools, or text (as it is);
-                      the model does not see an answer that ends the messages
-  system=TEXT         the system message of a chat
-  max_new_tokens=256  temperature=0 (greedy)  top_k=0  top_p=1  min_p=0  repetition_penalty=1
-  seed=0  stop_ids=[2] (default: those of the model)  batch_size=8 (rows at a time; generate only)
-  cache_size=N        tokens to make room for, answer included: in a chat 4096, or as many as the
-                      model has positions, which is then the longest conversation; else the power
-                      of two that fits the longest prompt
-
-plan:
-  topology=NAMES      v4-8, v5e-8, v5p-256, v6e-8, tpu7x-8, 2xv5p-8 (two slices), or several with
-                      commas between; cpu, gpu or tpu: this machine; needs jax[tpu], but no TPU
-  slices=1            slices of every name    layers=N  a model of its first N layers
-  search=true         the largest batch and length that fit, and the mesh and remat of the least
-                      bound on time for each token; search=N compiles N programs at most (16)
-  json=FILE           the figures             hlo=FILE  the compiled program
-                      the data are not read; without mesh.* the mesh is made to use all devices
-
-data:
-  rows=3              sequences to show, as they are packed    html=FILE  the same as a page
-  max_overlap=0.01    the share of held-out examples that may be training examples too
-                      needs the tokenizer and the rows, neither weights nor an accelerator
-
-export:
-  run=DIR to=OUT      from the newest checkpoint of a run to a new folder; also model.path=PATH
-  format=peft         an adapter for PEFT, or merged: the whole model
-  max_shard_size=5GB  largest file of a merged model; default: the base's own files
-  push=USER/NAME      then to the hub, with the token of HF_TOKEN or `hf auth login`; private=true
-
-convert-adapter:
-  from=DIR to=OUT     an adapter for PEFT on routed experts, of any program, and a new folder
-  layout=per-expert   what vLLM expects, or fused: what PEFT saves (target_parameters)
-  model.path=PATH     the base, of which config.json alone is read; default: what the adapter names
-
-prove:
-  run=DIR             a run folder with adapter/ or merged/; needs torch and peft
-  model.path=PATH     the new place of its base model; also model.revision
-  tolerance=1e-4      of logits, times the largest one
-  limit_gb=8          of a base in float32; a larger one is proved in windows of layers and experts
-
-verify-resume:
-  run=DIR             a run folder with checkpoints; nothing in it is changed
-  last=10             logged steps to compare at least, where checkpoints go back so far
-
-options:
-  -h, --help    this text
-  --version     the version
-
-examples:
-  lora-tune recipe=quickstart.yaml
-  lora-tune recipe=quickstart.yaml lora.r=4 optim.learning_rate=1e-3 output_dir=runs/rank4
-  lora-tune recipe=qwen3next_sft.yaml data.path=chats.jsonl train.num_train_epochs=2
-  lora-tune plan recipe=qwen3next_sft.yaml topology=v5p-8 data.max_length=4096 json=plan.json
-  lora-tune generate run=runs/quickstart prompt='Translate into Tali: the stones see the star'
-
-The same training command again goes on from its last checkpoint.
-exit status: 0 done, 1 training went wrong and was stopped, a plan does not fit, a check of the data
-             or a proof fails,
-             2 bad input,
-             130 or 143 stopped by Ctrl-C or SIGTERM after saving, 141 nobody read the output
-"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -135,9 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, BrokenPipeError) and _reader_is_gone():
             return 128 + signal.SIGPIPE
         return _fail(_sentence(error))
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
+        number = stop.args[0] if stop.args else signal.SIGINT
         print("lora-tune: interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
+        return _end_beside_compiler(128 + number)
     except Exception as error:
         if _is_left_alone(error):
             _fail(
@@ -189,6 +104,18 @@ def _reader_is_gone() -> bool:
     return True
 
 
+def _end_beside_compiler(status: int) -> int:
+    """The status; where a thread still compiles, the program ends with it at once.
+
+    The interpreter cannot stop such a thread, and would fall with it when it takes jax down.
+    """
+    if any(thread.name == COMPILER for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
+
+
 def _fail(sentence: str, *, status: int = 2) -> int:
     print(f"lora-tune: error: {' '.join(sentence.split())}", file=sys.stderr)
     return status
@@ -201,22 +128,41 @@ def _sentence(error: OSError) -> str:
 
 
 def _dispatch(arguments: list[str]) -> int | None:
-    if "-h" in arguments or "--help" in arguments:
-        print(_HELP, end="")
-        return 0
+    asked = [text for text in arguments if text not in ("-h", "--help")]
+    if asked[:1] == ["help"] or len(asked) < len(arguments):
+        return _help([text for text in asked if text != "help"])
     if arguments == ["--version"]:
         print(f"lora-tune {__version__}")
         return 0
     if not arguments:
         raise InputError("expected recipe=NAME; see lora-tune --help")
     verb = "train"
-    if "=" not in arguments[0] and not arguments[0].startswith("-"):
+    if _is_word(arguments[0]):
         verb = arguments.pop(0)
+    _check_verb(verb)
+    machine.leave_out_libtpu()
+    return _VERBS[verb](arguments)
+
+
+def _is_word(text: str) -> bool:
+    return "=" not in text and not text.startswith("-")
+
+
+def _check_verb(verb: str) -> None:
     if verb not in _VERBS:
         meant = _meant(verb)
         near = f", did you mean {meant}?" if meant else _near(verb, _VERBS)
         raise InputError(f"{verb!r} is no command{near}; see lora-tune --help")
-    return _VERBS[verb](arguments)
+
+
+def _help(asked: Sequence[str]) -> int:
+    """The text of the command that the words begin with, or of all."""
+    if not asked or not _is_word(asked[0]):
+        print(usage.everything(), end="")
+        return 0
+    _check_verb(asked[0])
+    print(usage.of(asked[0]), end="")
+    return 0
 
 
 def _near(word: str, words: Mapping[str, object]) -> str:

@@ -2,7 +2,7 @@
 """The one exception type that reports a mistake in what the user gave us."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 _SHOWN = 5
@@ -35,6 +35,13 @@ def shown(name: str) -> str:
     return name if name.isprintable() and len(name) <= 200 else short(name)
 
 
+def listed(items: Sequence[str], *, between: str = ", ", most: int = _SHOWN) -> str:
+    """The first `most` of the items in a sentence, and how many more there are."""
+    left = len(items) - most
+    more = f"{between.strip().replace(',', '')} and {left} more" if left > 0 else ""
+    return between.join(items[:most]) + more
+
+
 class Problems:
     """Collects what is wrong with many things, to say it once with the first few.
 
@@ -63,5 +70,5 @@ class Problems:
         if self._count == 1:
             raise InputError(self._shown[0])
         if self._count:
-            more = "" if self._count <= _SHOWN else f"; and {self._count - _SHOWN} more"
-            raise InputError(f"{self._count} {self._head}: {'; '.join(self._shown)}{more}")
+            all_of_them = [*self._shown, *[""] * (self._count - len(self._shown))]
+            raise InputError(f"{self._count} {self._head}: {listed(all_of_them, between='; ')}")

@@ -5,6 +5,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from lora_tune.errors import listed
+
 # The ranks that vLLM accepts for --max-lora-rank.
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -96,5 +98,4 @@ def model_card(base: str | None, revision: str | None, *, notes: str) -> str:
 
 def _modules(config: Mapping[str, Any]) -> str:
     names = [*config["target_modules"], *(config["target_parameters"] or ())]
-    more = f" and {len(names) - 20} more" if len(names) > 20 else ""
-    return ", ".join(f"`{name}`" for name in names[:20]) + more
+    return listed([f"`{name}`" for name in names], most=20)

@@ -20,7 +20,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from lora_tune import distributed
-from lora_tune.errors import InputError
+from lora_tune.errors import InputError, listed
 from lora_tune.hf.table import STACK_AXES, Leaf, Path, bind, module_name
 from lora_tune.lora.config import LoraConfig
 from lora_tune.lora.provider import AdapterProvider, LoRAScale
@@ -67,7 +67,7 @@ def add_lora(model: Any, config: LoraConfig, *, seed: int = 0) -> Any:
     graphdef, adapters, base = _inject(model, stacks, config)
     missing = set(stacks) - {(*path[:-1], KERNEL) for path, _ in nnx.to_flat_state(adapters)}
     if missing:
-        names = ", ".join(sorted(leaves[path].names.flat[0] for path in missing))
+        names = listed(sorted(leaves[path].names.flat[0] for path in missing))
         raise RuntimeError(f"no adapter appeared on {names}, though the table says it can")
     mesh = _mesh_of(base)
     if not isinstance(jax.tree.leaves(base)[0], jax.ShapeDtypeStruct):

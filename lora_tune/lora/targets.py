@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from lora_tune.errors import InputError
+from lora_tune.errors import InputError, listed
 from lora_tune.hf.table import Leaf, Path, module_name
 from lora_tune.lora.config import ALL_LINEAR, DEFAULT_TARGETS, LoraConfig, scaling
 
@@ -98,7 +98,7 @@ def stack_targets(leaves: Iterable[Leaf], targets: Mapping[str, Target]) -> dict
     if problems:
         raise InputError(
             "lora: all routed experts of a layer take the same adapter, but with these targets "
-            + "; ".join(problems[:5])
+            + listed(problems, between="; ")
             + "; match experts with '.*' instead of single numbers"
         )
     return stacks

@@ -29,6 +29,7 @@ import numpy as np
 
 from lora_tune.distributed import StopTogether
 from lora_tune.errors import InputError
+from lora_tune.machine import COMPILER
 from lora_tune.training import tripwires
 from lora_tune.training.metrics import Writer
 
@@ -148,7 +149,8 @@ def run(
         for step, batch in _numbered(data, start_step, total_steps):
             inputs = place(batch), key_of(step)
             if step == start_step + 1:
-                compiled = log.compile(step_fn, trainable, opt_state, frozen, *inputs)
+                with stop.at_once():
+                    compiled = log.compile(step_fn, trainable, opt_state, frozen, *inputs)
             with jax.transfer_guard("disallow"), tripwires.never_compiled_again(step):
                 trainable, opt_state, out = compiled(trainable, opt_state, frozen, *inputs)
 
@@ -204,8 +206,9 @@ class _Log:
 
     def compile(self, step_fn: jax.stages.Wrapped, *args: Any) -> Callable[..., Any]:
         """Compiles ahead of the first call. The program takes arguments like these and no other."""
+        self.metrics.note("compiling the training step; the first time takes a minute or more")
         begin = time.perf_counter()
-        compiled = step_fn.lower(*args).compile()
+        compiled = _compile_aside(step_fn.lower(*args))
         self._compile_seconds = time.perf_counter() - begin
         self._restart_clock()
         return compiled
@@ -307,8 +310,38 @@ def _every(period: int, step: int) -> bool:
     return period > 0 and step % period == 0
 
 
+def _compile_aside(lowered: Any) -> Callable[..., Any]:
+    """Compiles in a thread, so that a signal reaches the main one while it waits."""
+    compiled, failed = [], list[BaseException]()
+
+    def compile() -> None:
+        try:
+            compiled.append(lowered.compile())
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=compile, name=COMPILER, daemon=True)
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+    return compiled[0]
+
+
 class _Stop:
+    """What a signal has asked for, and whether it has to wait."""
+
     name: str | None = None
+    waits = True
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """While nothing has been done that could be saved: a signal ends the program."""
+        self.waits = False
+        try:
+            yield
+        finally:
+            self.waits = True
 
 
 @contextmanager
@@ -323,6 +356,9 @@ def _signals() -> Iterator[_Stop]:
         for each in before:
             signal.signal(each, signal.SIG_DFL)
         stop.name = signal.Signals(number).name
+        if not stop.waits:
+            os.write(2, f"\n{stop.name}: stopped while compiling, nothing to save\n".encode())
+            raise KeyboardInterrupt(number)
         # Printing is not safe in a signal handler, a plain write is.
         os.write(2, f"\n{stop.name}: finishing this step, then saving\n".encode())
 

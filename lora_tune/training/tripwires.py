@@ -9,6 +9,8 @@ import contextlib
 import math
 from collections.abc import Iterator, Mapping
 
+from lora_tune.errors import listed
+
 # B starts at zero and a warm-up makes the first step one of learning rate zero.
 ADAPTERS_MOVE_BY_STEP = 2
 
@@ -99,13 +101,13 @@ def check_adapters(step: int, norms: Mapping[str, float]) -> None:
     broken = [name for name, norm in norms.items() if not math.isfinite(norm)]
     if broken:
         raise TripwireError(
-            f"after step {step} the B of {_listed(broken)} is not finite: the update overflowed; "
+            f"after step {step} the B of {listed(broken)} is not finite: the update overflowed; "
             "lower optim.learning_rate or set optim.max_grad_norm"
         )
     inert = [name for name, norm in norms.items() if norm == 0]
     if inert and step >= ADAPTERS_MOVE_BY_STEP:
         raise TripwireError(
-            f"after {step} steps the B of {_listed(inert)} is still exactly 0: no gradient reaches "
+            f"after {step} steps the B of {listed(inert)} is still exactly 0: no gradient reaches "
             "these adapters; take those modules out of lora.target_modules, or raise "
             "optim.learning_rate if it is 0"
         )
@@ -119,8 +121,3 @@ def check_evaluation(step: int, metrics: Mapping[str, float]) -> None:
             "overflowed or the evaluation data has no trained token; check data.eval_path and "
             "lower optim.learning_rate"
         )
-
-
-def _listed(names: list[str], *, most: int = 5) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more

@@ -47,6 +47,8 @@ LEVELS = {
     "lora_tune.words": 0.5,
     "lora_tune.errors": 0,
     "lora_tune.progress": 0,
+    "lora_tune.machine": 0,
+    "lora_tune.usage": 0,
     "lora_tune": 0,
 }
 # Besides the levels: a model knows nothing of adapters, and neither does the training step.

@@ -36,7 +36,9 @@ def _seconds_of_children() -> float:
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["train", "--help"], ["--version"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["-h"], ["train", "--help"], ["help", "plan"], ["--version"]]
+)
 def test_help_answers_in_a_second_without_jax(arguments: list[str]) -> None:
     code = (
         "import sys\n"
@@ -52,6 +54,28 @@ def test_help_answers_in_a_second_without_jax(arguments: list[str]) -> None:
     assert done.returncode == 0, done.stderr
     assert lora_tune.__version__ in done.stdout or "recipe=NAME" in done.stdout
     assert seconds < 1
+
+
+@pytest.mark.parametrize("command", cli._VERBS)
+def test_every_command_has_its_own_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for arguments in (["help", command], [command, "--help"], [command, "x=1", "-h"]):
+        assert cli.main(arguments) == 0
+        texts.append(capsys.readouterr().out)
+    assert len({*texts}) == 1
+    usage, examples = texts[0].split("examples:")
+    assert command in usage
+    assert f"lora-tune {'recipe=' if command == 'train' else command}" in examples
+    others = {*cli._VERBS} - {command, "train"}
+    assert not [other for other in others if f"lora-tune {other}" in texts[0]]
+    assert cli.main(["--help"]) == 0
+    everything = capsys.readouterr().out
+    assert all(line in everything for line in usage.partition("usage:")[2].splitlines()[:2])
+
+
+def test_help_for_a_command_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["help", "generat"]) == 2
+    assert "did you mean 'generate'?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])

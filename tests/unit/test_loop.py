@@ -323,11 +323,60 @@ def test_a_signal_saves_after_the_step_and_says_where(tmp_path, number):
     outcome = train(tmp_path / "cut", total_steps=12, data=Interrupting(), writers=[said])
     assert (outcome.step, outcome.interrupted) == (5, number.name)
     assert outcome.checkpoint == tmp_path / "cut" / "checkpoints" / "5"
-    assert said.notes == (f"{number.name}: stopped after step 5, saved in {outcome.checkpoint}",)
+    assert said.notes[0].startswith("compiling the training step")
+    assert said.notes[1:] == (
+        f"{number.name}: stopped after step 5, saved in {outcome.checkpoint}",
+    )
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers
     train(tmp_path / "cut", total_steps=12)
     train(tmp_path / "whole", total_steps=12)
     assert rows_of(tmp_path / "cut") == rows_of(tmp_path / "whole")
+
+
+ENDLESS = """
+import os, signal, sys, threading, time
+sys.path[:0] = [{tests!r}, {unit!r}]
+from lora_tune import cli
+import test_loop
+
+class Endless:
+    def lower(self, *args):
+        return self
+
+    def compile(self):
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.Signals({number}))).start()
+        time.sleep(600)
+
+cli._VERBS["list"] = lambda _: test_loop.run_parts(run_dir={folder!r}, step_fn=Endless())
+sys.exit(cli.main(["list"]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_step_compiles_ends_the_command(tmp_path, number):
+    """The compiler cannot be stopped; the command ends beside it."""
+    unit = Path(__file__).parent
+    names = {"tests": str(unit.parent), "unit": str(unit), "folder": str(tmp_path)}
+    code = ENDLESS.format(number=int(number), **names)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 128 + number, done.stderr
+    said = [line for line in done.stderr.splitlines() if line]
+    assert said == [
+        f"{number.name}: stopped while compiling, nothing to save",
+        "lora-tune: interrupted",
+    ]
+
+
+def test_a_step_that_does_not_compile_says_why(tmp_path):
+    class Broken:
+        def lower(self, *args):
+            return self
+
+        def compile(self):
+            raise ValueError("no such instruction")
+
+    with pytest.raises(ValueError, match="no such instruction"):
+        run_parts(run_dir=tmp_path, step_fn=Broken())
 
 
 IMPATIENT = """
