@@ -59,7 +59,7 @@ GEMMA4 = {
     "num_key_value_heads": 2,
     "head_dim": 8,
     "global_head_dim": 8,
-    "rms_norm_eps": 1e-3,
+    "rms_norm_eps": 1e-2,  # with 1e-3, gradients depend on the order of sums by 2e-5
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": 46,
 }

@@ -38,8 +38,9 @@ def random_shape(family: str, seed: int) -> dict[str, Any]:
     more = {"gemma3": _gemma3, "gemma4": _gemma4, "mistral": _mistral, "olmo_hybrid": _olmo_hybrid}
     more |= {"qwen2": _windows, "qwen3": _windows, "qwen3_moe": _sparse_windows}
     shape |= more[family](rng, shape) if family in more else {}
-    if family == "qwen3_5_moe":  # which has no dense layers
-        del shape["intermediate_size"], shape["mlp_only_layers"]
+    if family == "qwen3_5_moe":  # which has no dense layers, and always normalises
+        for field in ("intermediate_size", "mlp_only_layers", "norm_topk_prob"):
+            del shape[field]
     return shape
 
 
