@@ -6,13 +6,17 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from lora_tune import build, build_data
 from lora_tune.errors import said_of
 from lora_tune.models.decoder import Decoder
+from lora_tune.plan.model_flops import flops_per_token
+from lora_tune.plan.roofline import peak_flops
 from lora_tune.recipe import schema
 from lora_tune.training import loop
+from lora_tune.training.gauges import Gauges
 from lora_tune.training.state import SplitModel, split_model
 
 
@@ -87,5 +91,12 @@ class Training:
             "schedule": schedule,
             "log_every": recipe.log.every,
             "seed": recipe.train.seed,
+            "gauges": _gauges(model, split, inputs),
         }
         return cls(model, split, (split.trainable, opt_state, split.frozen), fixed)
+
+
+def _gauges(model: Decoder, split: SplitModel, inputs: Inputs) -> Gauges:
+    devices = jax.local_devices()[:1] if inputs.mesh is None else list(inputs.mesh.devices.flat)
+    operations = flops_per_token(model, split, inputs.data.train.examples.lengths)
+    return Gauges(devices, operations, peak_flops(devices[0].device_kind))

@@ -14,13 +14,11 @@ from lora_tune.errors import InputError
 from lora_tune.prepare import Inputs, Training
 from lora_tune.recipe import schema
 from lora_tune.training import loop
-from lora_tune.training.metrics import read_rows
+from lora_tune.training.metrics import CLOCK, read_rows
 
 _BASE = {"model.path": str, "model.revision": str}
 _KEYS = {"verify-resume": {"run": str, "last": int, **_BASE}}
 _FOREIGN = {"output_dir": "run", "recipe": "run", "steps": "last", "path": "model.path"}
-_CLOCK = ("tokens_per_second", "seconds_per_step", "compile_seconds")
-"""What a row holds besides what the recipe decides."""
 
 
 def verify_resume(pairs: words.Pairs) -> str | None:
@@ -133,7 +131,7 @@ def _compare(
     first, same = None, 0
     for step, row in logged.items():
         again = replayed.get(step, {})
-        other = [key for key in row if key not in _CLOCK and row[key] != again.get(key)]
+        other = [key for key in row if key not in CLOCK and row[key] != again.get(key)]
         same += not other
         told = ", ".join(f"{key} {row[key]!r} is {again.get(key)!r} now" for key in other)
         print(f"step {step}: {told}" if told else f"step {step}: loss {row['loss']!r}, the same")

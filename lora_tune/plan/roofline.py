@@ -9,7 +9,7 @@ is no estimate of the time; it tells which resource limits, and compares program
 import dataclasses
 
 from lora_tune.plan.cost import Cost
-from lora_tune.plan.topologies import Topology
+from lora_tune.plan.topologies import GENERATIONS, Topology
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +46,15 @@ def rates_of(topology: Topology, device_kind: str) -> Rates | None:
         facts.ici_rate * topology.links / facts.ports / share,
         None if facts.dcn_rate is None else facts.dcn_rate / share,
     )
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Peak operations a second of one device in dense bfloat16, by what `jax.Device.device_kind`
+    says; None where none is known, as of CPUs."""
+    for facts in GENERATIONS.values():
+        if facts.kind == device_kind:
+            return facts.flops / facts.devices
+    return next((rates.flops for name, rates in _GPUS.items() if name in device_kind), None)
 
 
 @dataclasses.dataclass(frozen=True)

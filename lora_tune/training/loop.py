@@ -31,6 +31,7 @@ from lora_tune.distributed import StopTogether
 from lora_tune.errors import InputError
 from lora_tune.machine import COMPILER
 from lora_tune.training import tripwires
+from lora_tune.training.gauges import Gauges
 from lora_tune.training.metrics import Writer
 
 Batch = Mapping[str, Any]
@@ -116,6 +117,7 @@ def run(
     sample_fn: SampleFn | None = None,
     sample_every: int = 0,
     adapter_norms: Callable[[Any], Mapping[str, float]] | None = None,
+    gauges: Gauges | None = None,
 ) -> Outcome:
     """Trains from `start_step` to `total_steps`; the module docstring says what happens when.
 
@@ -130,6 +132,7 @@ def run(
       eval_fn: `(trainable, frozen) -> {"eval_loss": …, …}` over the whole held-out set.
       sample_fn: `(trainable, frozen) -> [{"prompt": …, "answer": …, …}]`, answers to look at.
       adapter_norms: `trainable -> {name: norm of B}`, for the tripwires; None without adapters.
+      gauges: what rows say of the machine; None for the first device and no figures of the model.
 
     Raises:
       TripwireError: if training has gone wrong.
@@ -137,7 +140,8 @@ def run(
     """
     trainable, opt_state, frozen = state
     tripwires.check_trainable(sum(leaf.size for leaf in jax.tree.leaves(trainable)))
-    log = _Log(metrics, schedule, total_steps, log_every, counts or {})
+    gauges = gauges or Gauges(jax.local_devices()[:1])
+    log = _Log(metrics, schedule, total_steps, log_every, counts or {}, gauges)
     evaluate, sample = _evaluator(eval_fn, log), _sampler(sample_fn, log)
     key_of, stop_together = _step_keys(seed, opt_state), StopTogether()
     step, saved, stopped = start_step, None, None
@@ -146,7 +150,7 @@ def run(
         sample(0, trainable, frozen)
 
     with _signals() as stop, checkpoints:
-        for step, batch in _numbered(data, start_step, total_steps):
+        for step, batch in _numbered(data, start_step, total_steps, log):
             inputs = place(batch), key_of(step)
             if step == start_step + 1:
                 with stop.at_once():
@@ -190,8 +194,9 @@ class _Log:
         total_steps: int,
         log_every: int,
         counts: Mapping[str, int],
+        gauges: Gauges,
     ) -> None:
-        self.metrics = metrics
+        self.metrics, self._gauges = metrics, gauges
         self.counts = {
             name: counts.get(name, 0) for name in ("total_tokens", "total_trained_tokens")
         }
@@ -238,6 +243,14 @@ class _Log:
         yield
         self._begin += time.perf_counter() - begin
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around getting the next batch: while the devices still work, nobody waits for it."""
+        begin = time.perf_counter()
+        yield
+        if not self._pending or all(value.is_ready() for value in self._pending[-1][1].values()):
+            self._waited += time.perf_counter() - begin
+
     def _row(self, step: int, values: Mapping[str, float]) -> dict[str, Any]:
         seconds = max(time.perf_counter() - self._begin, 1e-9)
         row: dict[str, Any] = {
@@ -247,6 +260,7 @@ class _Log:
             **self.counts,
             "tokens_per_second": self._window_tokens / seconds,
             "seconds_per_step": seconds / self._window_steps,
+            **self._gauges.read(tokens=self._window_tokens, seconds=seconds, waited=self._waited),
         }
         if self._compile_seconds is not None:
             row["compile_seconds"] = self._compile_seconds
@@ -254,7 +268,8 @@ class _Log:
         return row
 
     def _restart_clock(self) -> None:
-        self._begin, self._window_tokens, self._window_steps = time.perf_counter(), 0, 0
+        self._begin, self._waited = time.perf_counter(), 0.0
+        self._window_tokens, self._window_steps = 0, 0
 
 
 def _evaluator(eval_fn: EvalFn | None, log: _Log) -> Callable[[int, Any, Any], float | None]:
@@ -281,16 +296,19 @@ def _sampler(sample_fn: SampleFn | None, log: _Log) -> Callable[[int, Any, Any],
     return sample
 
 
-def _numbered(data: Data, start_step: int, total_steps: int) -> Iterator[tuple[int, Batch]]:
-    done = start_step
-    steps = range(start_step + 1, total_steps + 1)
-    for done, batch in zip(steps, data.batches(start_step), strict=False):
-        yield done, batch
-    if done < total_steps:
-        raise InputError(
-            f"the data ended after step {done} of {total_steps}; "
-            "lower train.max_steps or give more examples in data.path"
-        )
+def _numbered(
+    data: Data, start_step: int, total_steps: int, log: _Log
+) -> Iterator[tuple[int, Batch]]:
+    batches = iter(data.batches(start_step))
+    for step in range(start_step + 1, total_steps + 1):
+        with log.waiting():
+            batch = next(batches, None)
+        if batch is None:
+            raise InputError(
+                f"the data ended after step {step - 1} of {total_steps}; "
+                "lower train.max_steps or give more examples in data.path"
+            )
+        yield step, batch
 
 
 def _step_keys(seed: int, opt_state: Any) -> Callable[[int], jax.Array]:

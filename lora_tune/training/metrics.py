@@ -17,6 +17,17 @@ from lora_tune.errors import InputError
 from lora_tune.hf.folder import replace_file
 
 Row = Mapping[str, Any]
+CLOCK = (
+    "tokens_per_second",
+    "tokens_per_second_per_device",
+    "seconds_per_step",
+    "compile_seconds",
+    "mfu",
+    "input_bound_fraction",
+    "device_peak_bytes",
+    "host_rss_bytes",
+)
+"""Columns that the machine decides, not the recipe: the same run again has others."""
 
 
 class Writer(Protocol):

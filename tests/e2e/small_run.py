@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 from lora_tune import assets, build
 from lora_tune.hf.table import bind
 from lora_tune.models.decoder import DecoderOptions
+from lora_tune.training.metrics import CLOCK
 
 # Two cycles of a run of two layers and a run of one.
 CONFIG: Mapping[str, Any] = {
@@ -51,8 +52,6 @@ RECIPE: Mapping[str, Any] = {
     "train": {"max_steps": 4, "batch_size": 4, "seed": 3},
     "log": {"every": 1},
 }
-# What a row holds besides what the recipe decides.
-CLOCK = ("tokens_per_second", "seconds_per_step", "compile_seconds")
 
 
 def write_model(folder: Path, *, weights: bool = True, **changes: Any) -> Path:

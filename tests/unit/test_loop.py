@@ -20,16 +20,14 @@ from toy_problem import ToyData, make_state, make_step, optimizer, train
 from lora_tune.checkpoint.folder import Checkpoints
 from lora_tune.errors import InputError
 from lora_tune.training.loop import run
-from lora_tune.training.metrics import MetricsLog, read_rows
+from lora_tune.training.metrics import CLOCK, MetricsLog, read_rows
 from lora_tune.training.tripwires import TripwireError
-
-TIMES = ("tokens_per_second", "seconds_per_step", "compile_seconds")
 
 
 def rows_of(run_dir):
     """The rows without what depends on the clock."""
     rows = read_rows(Path(run_dir) / "metrics.jsonl")
-    return [{key: value for key, value in row.items() if key not in TIMES} for row in rows]
+    return [{key: value for key, value in row.items() if key not in CLOCK} for row in rows]
 
 
 def plain_loop(total_steps):
@@ -181,6 +179,53 @@ def test_speed_counts_the_tokens_between_rows_and_leaves_out_compilation(tmp_pat
     for row in rows[1:3]:
         # Neither the 1 s of compilation nor the 0.5 s of each evaluation is in it.
         assert 0.8 * wait < row["seconds_per_step"] < wait + 0.15
+
+
+def test_waiting_for_a_batch_counts_while_the_devices_have_nothing_to_do(tmp_path):
+    busy = False
+
+    class Working:
+        """A number of a step that the devices are not done with while `busy`."""
+
+        def __init__(self, array):
+            self.array = array
+
+        def is_ready(self):
+            return not busy
+
+        def __array__(self):
+            return np.asarray(self.array)
+
+    step_fn = make_step(optimizer(8)[0])
+
+    class Wrapped:
+        def lower(self, *args):
+            return self
+
+        def compile(self):
+            return self
+
+        def __call__(self, *args):
+            *state, out = step_fn(*args)
+            return *state, jax.tree.map(Working, out)
+
+    def shares(name):
+        run_parts(
+            run_dir=tmp_path / name,
+            checkpoints=Checkpoints(tmp_path / name / "checkpoints", keep=1, every=0),
+            data=ToyData(wait=0.2),
+            total_steps=8,
+            log_every=6,
+            step_fn=Wrapped(),
+        )
+        rows = read_rows(tmp_path / name / "metrics.jsonl")
+        return [row["input_bound_fraction"] for row in rows]
+
+    first, second, _ = shares("idle")
+    assert first == 0, "the first batch is waited for while the step is compiled"
+    assert 0.7 < second <= 1
+    busy = True
+    assert shares("busy")[1] < 0.3, "only the batch after row 1, when nothing was at work"
 
 
 def test_compiles_the_step_once(tmp_path):
