@@ -17,6 +17,7 @@ from difflib import get_close_matches
 from lora_tune import __version__, machine, usage
 from lora_tune.errors import InputError
 from lora_tune.machine import COMPILER
+from lora_tune.secrets import masked
 from lora_tune.training.tripwires import TripwireError
 
 
@@ -117,7 +118,7 @@ def _end_beside_compiler(status: int) -> int:
 
 
 def _fail(sentence: str, *, status: int = 2) -> int:
-    print(f"lora-tune: error: {' '.join(sentence.split())}", file=sys.stderr)
+    print(f"lora-tune: error: {masked(' '.join(sentence.split()))}", file=sys.stderr)
     return status
 
 

@@ -31,9 +31,10 @@ from lora_tune.lora.inject import AdapterRow, adapter_table, b_norms
 from lora_tune.prepare import Inputs, Training
 from lora_tune.recipe import schema
 from lora_tune.training import loop
-from lora_tune.training.metrics import MetricsLog, Unlogged, Wandb, Writer
+from lora_tune.training.metrics import MetricsLog, Unlogged, Writer
 from lora_tune.training.report import Terminal
 from lora_tune.training.state import Weights, unflatten
+from lora_tune.training.writers import make_writer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,12 +210,13 @@ class _Run:
         start = 0 if restored is None else restored.meta.step
         writers: list[Writer] = [Terminal(total_steps=self.total_steps, start_step=start)]
         log = self.recipe.log
-        if log.report_to == "wandb":
-            config = dataclasses.asdict(self.recipe)
-            writers.append(
-                Wandb(self.run_dir, project=log.wandb_project, config=config, mode=log.wandb_mode)
-            )
         resume_step = None if restored is None else start
+        options = {"project": log.wandb_project, "mode": log.wandb_mode}
+        config = dataclasses.asdict(self.recipe)
+        for name in log.reporters():
+            writers.append(
+                make_writer(name, self.run_dir, config=config, resume_step=resume_step, **options)
+            )
         return MetricsLog(self.run_dir, resume_step=resume_step, writers=writers)
 
     def _evaluation(self) -> Callable[[Weights, Weights], dict[str, float]] | None:

@@ -4,11 +4,16 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
+from difflib import get_close_matches
 from typing import Any
 
 from lora_tune.errors import InputError
 from lora_tune.hf.shards import shard_bytes
-from lora_tune.recipe.schema import Data, Mesh, Recipe
+from lora_tune.recipe.schema import Data, Log, Mesh, Recipe
+from lora_tune.secrets import held_in
+
+REPORTERS = ("none", "wandb", "tensorboard")
+"""What `log.report_to` may name."""
 
 _LIMITS: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
     (
@@ -83,9 +88,10 @@ _LIMITS: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
 
 def problems_of(recipe: Recipe) -> list[str]:
     """Return one sentence for every range and every combination that `recipe` breaks."""
-    out_of_range = list(_ranges(recipe))
-    if out_of_range:
-        return out_of_range
+    # Other problems might repeat the text that holds a secret.
+    first = list(_secrets(recipe)) or list(_ranges(recipe))
+    if first:
+        return first
     return [
         *_model_and_lora(recipe),
         *_data(recipe.data),
@@ -227,5 +233,31 @@ def _reports(recipe: Recipe) -> Iterator[str]:
         if recipe.data.eval_path is None:
             keys += " and data.eval_path"
         yield f"eval.samples_every has no effect with eval.num_samples: 0; set {keys}"
-    if recipe.log.report_to == "none" and recipe.log.wandb_mode == "online":
+    yield from _reporters(recipe.log)
+
+
+def _reporters(log: Log) -> Iterator[str]:
+    named = [log.report_to] if isinstance(log.report_to, str) else log.report_to
+    for name in named:
+        if name not in REPORTERS:
+            close = get_close_matches(name, REPORTERS, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            yield (
+                f"log.report_to must be {' or '.join(REPORTERS)}, or a list of these, "
+                f"got {name!r}{hint}"
+            )
+    if len(named) > 1 and "none" in named:
+        yield "log.report_to has none beside others; remove it"
+    if len(set(named)) < len(named):
+        yield "log.report_to names the same place twice; remove one"
+    if "wandb" not in named and log.wandb_mode == "online":
         yield "log.wandb_mode has no effect without log.report_to: wandb"
+
+
+def _secrets(recipe: Recipe) -> Iterator[str]:
+    for place in held_in(asdict(recipe)):
+        yield (
+            f"{place or 'the recipe'} holds an access token or a password, and what a recipe holds "
+            "is written to the run folder; take it out: tokens come from HF_TOKEN and "
+            "WANDB_API_KEY, or the logins of hf and wandb"
+        )

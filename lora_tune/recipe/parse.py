@@ -18,6 +18,7 @@ from lora_tune.recipe.names import leaves, meant, sections, unknown
 from lora_tune.recipe.schema import Recipe
 from lora_tune.recipe.values import ONLY_REFERENCES, bad_value, described, known, shown
 from lora_tune.recipe.yaml_faults import fault
+from lora_tune.secrets import masked
 
 
 def load(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -67,10 +68,10 @@ def load(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         follows += problems_of(recipe)
     problems += [said for said in follows if not any(_names(said, key) for key in doubted)]
     if len(problems) == 1:
-        raise InputError(f"{where}: {problems[0]}")
+        raise InputError(masked(f"{where}: {problems[0]}"))
     if recipe is None or problems:
         listed = "; ".join(f"({i}) {said}" for i, said in enumerate(problems, start=1))
-        raise InputError(f"{where} has {len(problems)} problems: {listed}")
+        raise InputError(masked(f"{where} has {len(problems)} problems: {listed}"))
     return recipe
 
 

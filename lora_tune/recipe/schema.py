@@ -253,16 +253,22 @@ class Save:
 
 @dataclass(frozen=True)
 class Log:
-    """Where numbers go besides the terminal and `metrics.jsonl`."""
+    """Where numbers go besides the terminal, `metrics.jsonl` and `report.html`."""
 
     every: int = 10
     """Steps between logged steps."""
-    report_to: Literal["none", "wandb"] = "none"
-    """`wandb` also writes a Weights & Biases run."""
+    report_to: list[str] | str = "none"
+    """`wandb`, for a Weights & Biases run, `tensorboard`, for event files, a list of these, or
+    `none`."""
     wandb_project: str = "lora_tune"
-    """Its project."""
+    """Project of the wandb run."""
     wandb_mode: Literal["offline", "online"] = "offline"
     """`online` sends the run to the server."""
+
+    def reporters(self) -> list[str]:
+        """Return the names in `report_to` as a list, without `none`."""
+        names = [self.report_to] if isinstance(self.report_to, str) else self.report_to
+        return [name for name in names if name != "none"]
 
 
 @dataclass(frozen=True)
@@ -287,6 +293,9 @@ class Recipe:
 
     output_dir: str = MISSING
     """The run folder."""
+    locked: bool = False
+    """Refuse to train unless model, tokenizer, data, packages and recipe are those of a lock file:
+    of `lock.json` in `output_dir`, or else of `NAME.lock.json` beside the recipe `NAME.yaml`."""
     model: Model = field(default_factory=Model)
     lora: Lora | None = field(default_factory=Lora)
     """`lora: null` trains every parameter of the model."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast a run goes and what it holds: figures of the machine, logged beside those of training."""
+"""How fast a run goes and what it holds: figures of the machine, beside those of training."""
 
 import os
 from collections.abc import Iterable, Sequence

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the numbers of a run go: `metrics.jsonl` first, then the terminal and wandb.
+"""Where the numbers of a run go: `metrics.jsonl` first, then the terminal and others.
 
 One JSON object a line. Lines of a training step carry `loss`, lines of an evaluation `eval_loss`,
 lines of sample answers `samples`; `step` in each is the number of finished optimizer steps.
@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from lora_tune.errors import InputError
 from lora_tune.hf.folder import replace_file
+from lora_tune.secrets import masked, masked_in
 
 Row = Mapping[str, Any]
 CLOCK = (
@@ -77,7 +78,8 @@ class MetricsLog:
             raise _unwritable(self.path, error) from error
 
     def write(self, row: Row) -> None:
-        """Appends one row, flushed to disk, and passes it to the writers."""
+        """Appends one row, flushed to disk, and passes it to the writers; secrets are masked."""
+        row = masked_in(dict(row))
         whole = os.fstat(self._file.fileno()).st_size
         try:
             data = memoryview(_line(row).encode())
@@ -94,7 +96,7 @@ class MetricsLog:
     def note(self, sentence: str) -> None:
         """Passes a sentence to the writers; it is not part of the file."""
         for writer in self._writers:
-            writer.note(sentence)
+            writer.note(masked(sentence))
 
     def rows(self) -> list[dict[str, Any]]:
         """All rows of the file, those of an earlier part of the run included."""
@@ -134,54 +136,6 @@ class Unlogged(MetricsLog):
         """There is nothing to close."""
 
 
-class Wandb:
-    """Repeats the rows to Weights & Biases; a run that goes on keeps its id.
-
-    Args:
-      run_dir: the run folder; wandb keeps its files in it.
-      project: the wandb project.
-      config: the resolved recipe as plain values.
-      mode: `offline` writes files that `wandb sync` can send later; `online` sends at once, with
-        the login that wandb itself finds.
-    """
-
-    def __init__(
-        self, run_dir: Path | str, *, project: str, config: Row, mode: str = "offline"
-    ) -> None:
-        import wandb
-
-        folder = Path(run_dir).absolute()
-        self._table = wandb.Table
-        self._run = wandb.init(
-            project=project,
-            name=folder.name,
-            id=_run_id(folder),
-            resume="allow" if mode == "online" else None,
-            dir=str(folder),
-            config=dict(config),
-            mode=mode,  # pyright: ignore[reportArgumentType]
-            settings=wandb.Settings(
-                silent=True, console="off", save_code=False, disable_git=True, x_disable_stats=True
-            ),
-        )
-
-    def write(self, row: Row) -> None:
-        """Logs one row under its step; two rows of one step are joined by wandb."""
-        values = {key: value for key, value in row.items() if key != "step"}
-        if samples := values.get("samples"):
-            values["samples"] = self._table(
-                columns=list(samples[0]), data=[list(sample.values()) for sample in samples]
-            )
-        self._run.log(values, step=row["step"])
-
-    def note(self, sentence: str) -> None:
-        """Sentences are for the terminal only."""
-
-    def close(self) -> None:
-        """Finishes the wandb run."""
-        self._run.finish()
-
-
 def read_rows(path: Path | str) -> list[dict[str, Any]]:
     """Reads a `metrics.jsonl`; a last line that a kill cut short is left out.
 
@@ -217,17 +171,6 @@ def _line(row: Row) -> str:
         for key, value in row.items()
     }
     return json.dumps(finite, allow_nan=False) + "\n"
-
-
-def _run_id(folder: Path) -> str:
-    """A wandb id that is made once per run folder and kept in it."""
-    import uuid
-
-    path = folder / "wandb" / "lora_tune_run_id"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, uuid.uuid4().hex[:16])
-    return path.read_text(encoding="utf-8").strip()
 
 
 def _unwritable(path: Path, error: OSError) -> InputError:

@@ -54,11 +54,12 @@ LEVELS = {
     "lora_tune.progress": 0,
     "lora_tune.machine": 0,
     "lora_tune.usage": 0,
+    "lora_tune.secrets": 0,
     "lora_tune": 0,
 }
 # Besides the levels: a model knows nothing of adapters, and neither does the training step.
 FORBIDDEN = {("lora_tune.models", "lora_tune.lora"), ("lora_tune.training", "lora_tune.lora")}
-HEAVY = ("datasets", "orbax", "torch", "transformers", "wandb")
+HEAVY = ("datasets", "orbax", "tensorboardX", "torch", "transformers", "wandb")
 
 
 def component(module: str) -> str:

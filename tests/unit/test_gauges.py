@@ -154,7 +154,12 @@ def test_resident_memory_is_what_the_system_says():
 
 @pytest.mark.parametrize(
     ("kind", "rate"),
-    [("TPU v5", 459e12), ("TPU v5 lite", 197e12), ("NVIDIA H100 80GB HBM3", 989.5e12), ("cpu", None)],
+    [
+        ("TPU v5", 459e12),
+        ("TPU v5 lite", 197e12),
+        ("NVIDIA H100 80GB HBM3", 989.5e12),
+        ("cpu", None),
+    ],
 )
 def test_peaks_are_those_that_the_makers_publish(kind, rate):
     assert peak_flops(kind) == rate

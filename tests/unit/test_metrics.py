@@ -9,8 +9,9 @@ import pytest
 
 from lora_tune.errors import InputError
 from lora_tune.progress import clock
-from lora_tune.training.metrics import MetricsLog, Wandb, read_rows
+from lora_tune.training.metrics import MetricsLog, read_rows
 from lora_tune.training.report import Terminal
+from lora_tune.training.writers import TensorBoard, Wandb
 
 TRAIN = {
     "step": 10,
@@ -180,3 +181,62 @@ def test_wandb_is_offline_and_keeps_its_id(tmp_path):
     assert logged["data"] == [list(sample.values()) for sample in SAMPLES]
     # Two starts within one second: the second folder ends in "<id>-1".
     assert all(f"-{ids[0]}" in path.name for path in runs)
+
+
+def events_of(folder):
+    """(tag, step) -> value, as TensorBoard reads event files: later ones take back earlier steps."""
+    from tensorboardX.proto import event_pb2
+
+    found = {}
+    for path in sorted(folder.glob("events.*"), key=lambda path: path.stat().st_mtime_ns):
+        content = path.read_bytes()
+        while content:  # length, its checksum, the event, its checksum
+            size = int.from_bytes(content[:8], "little")
+            event = event_pb2.Event.FromString(content[12 : 12 + size])
+            content = content[16 + size :]
+            if event.session_log.status == event_pb2.SessionLog.START:
+                found = {key: value for key, value in found.items() if key[1] < event.step}
+            for value in event.summary.value:
+                text = value.tensor.string_val
+                found[value.tag, event.step] = text[0].decode() if text else value.simple_value
+    return found
+
+
+def test_tensorboard_has_what_the_log_has_and_no_step_twice(tmp_path):
+    for start, last in ((None, 3), (1, 2)):
+        log = MetricsLog(
+            tmp_path, resume_step=start, writers=[TensorBoard(tmp_path / "tb", resume_step=start)]
+        )
+        for step in range((start or 0) + 1, last + 1):
+            log.write({"step": step, "loss": step + (start or 0) / 4, "mfu": None})
+        log.write({"step": last, "eval_loss": 0.5})
+        log.write({"step": last, "samples": SAMPLES[1:]})
+        log.close()
+    found = events_of(tmp_path / "tb")
+    assert {key: value for key, value in found.items() if key[0] == "train/loss"} == {
+        ("train/loss", 1): 1.0,
+        ("train/loss", 2): 2.25,
+    }
+    assert found["eval/loss", 2] == 0.5
+    [text] = [value for (tag, _), value in found.items() if tag.startswith("samples/0")]
+    assert text == "prompt: b\n\nanswer: \n\nexpected: y"
+
+
+def test_tensorboard_without_its_package_is_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(InputError, match=r"pip install 'lora-tune\[tensorboard\]'"):
+        TensorBoard(tmp_path)
+
+
+def test_no_writer_sees_a_secret(tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", "correct-horse-battery")
+    stream, token = io.StringIO(), "hf_" + "Ab1" * 9
+    log = MetricsLog(tmp_path, resume_step=None, writers=[Terminal(total_steps=4, stream=stream)])
+    answer = f"it is {token}, or correct-horse-battery"
+    log.write({"step": 0, "samples": [{"prompt": "your token?", "answer": answer}]})
+    log.note(f"sent with {token}")
+    log.close()
+    for text in (stream.getvalue(), (tmp_path / "metrics.jsonl").read_text()):
+        assert "it is [secret], or [secret]" in text
+        assert token not in text
+    assert "sent with [secret]" in stream.getvalue()

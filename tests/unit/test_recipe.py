@@ -258,6 +258,10 @@ def test_wrong_types(smallest: str, override: str, said: str) -> None:
             "eval.batch_size (3) must be a multiple of mesh.data",
         ),
         (["log.wandb_mode=online"], "no effect without log.report_to: wandb"),
+        (["log.report_to=tensorbord"], "got 'tensorbord'; did you mean tensorboard?"),
+        (["log.report_to=[wandb, all]"], "must be none or wandb or tensorboard, or a list"),
+        (["log.report_to=[none, wandb]"], "has none beside others; remove it"),
+        (["log.report_to=[wandb, wandb]"], "names the same place twice"),
         (
             ["model.scan_layers=false", "model.param_scan_axis=1"],
             "no effect with model.scan_layers",
@@ -266,6 +270,33 @@ def test_wrong_types(smallest: str, override: str, said: str) -> None:
 )
 def test_ranges_and_impossible_combinations(smallest: str, overrides: list[str], said: str) -> None:
     assert said in complaint(smallest, *overrides)
+
+
+def test_numbers_go_to_one_place_or_several(smallest: str) -> None:
+    reporters = [
+        recipe.load(smallest, [f"log.report_to={value}"]).log.reporters()
+        for value in ("none", "[]", "wandb", "[tensorboard, wandb]")
+    ]
+    assert reporters == [[], [], ["wandb"], ["tensorboard", "wandb"]]
+
+
+def test_a_recipe_with_a_secret_is_refused_and_not_repeated(
+    smallest: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef0123")
+    token = "hf_" + "Ab1" * 9
+    for override, place in (
+        (f"model.path=https://x:{token}@huggingface.co/a/b", "model.path"),
+        ("log.wandb_project=p-0123456789abcdef0123", "log.wandb_project"),
+        (f"lora.target_modules=[q_proj, {token}]", "lora.target_modules[1]"),
+        (f"lora.r={token}", "lora.r"),
+        (f"data.columns={{{token}: x}}", "data.columns"),
+    ):
+        said = complaint(smallest, override)
+        assert place in said
+        assert token not in said
+        assert "0123456789abcdef0123" not in said
+    assert "data.columns holds an access token or a password" in said
 
 
 def test_the_tensor_axis_does_not_split_the_batch(smallest: str) -> None:
