@@ -306,6 +306,13 @@ def _verify(arguments: Sequence[str]) -> int:
     return _fail(problem, status=1) if problem else 0
 
 
+def _report(arguments: Sequence[str]) -> None:
+    settings = _settings(arguments)
+    from lora_tune.report.folder import report
+
+    report(settings)
+
+
 def _list(arguments: Sequence[str]) -> None:
     if not arguments or arguments[0] not in _LISTS:
         raise InputError(f"list takes one of {', '.join(_LISTS)}; see lora-tune --help")
@@ -359,6 +366,7 @@ _VERBS: Mapping[str, Callable[[Sequence[str]], int | None]] = {
     "convert-adapter": _convert,
     "prove": _prove,
     "verify-resume": _verify,
+    "report": _report,
     "list": _list,
 }
 _LISTS: Mapping[str, Callable[[Sequence[str]], None]] = {

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from lora_tune import __version__, build, distributed, run_lock
+from lora_tune import __version__, build, distributed, lockfile, run_lock
 from lora_tune import recipe as recipes
 from lora_tune.checkpoint.files import Restored
 from lora_tune.checkpoint.folder import Checkpoints, read_one, steps_in
@@ -25,11 +25,18 @@ from lora_tune.generation.sampling import Sampling
 from lora_tune.generation.text import decode as decode_text
 from lora_tune.hf.adapters import SCALE, A, B
 from lora_tune.hf.files import weights_size
-from lora_tune.hf.folder import check_replaceable, check_space, check_writable, replace_file
+from lora_tune.hf.folder import (
+    check_replaceable,
+    check_space,
+    check_writable,
+    replace_file,
+    writable_output,
+)
 from lora_tune.hf.table import bind
 from lora_tune.lora.inject import AdapterRow, adapter_table, b_norms
 from lora_tune.prepare import Inputs, Training
 from lora_tune.recipe import schema
+from lora_tune.report.ending import End, environment, reported
 from lora_tune.training import loop
 from lora_tune.training.metrics import MetricsLog, Unlogged, Writer
 from lora_tune.training.report import Terminal
@@ -75,16 +82,21 @@ def train(recipe: str | Path, overrides: Sequence[str] = ()) -> Result:
     """
     loaded = recipes.load(recipe, overrides)
     distributed.join(**dataclasses.asdict(loaded.distributed))
+    run_dir = Path(loaded.output_dir)
     with contextlib.ExitStack() as held:
         with distributed.together("prepare the run"):
             _check_folders(loaded)
+            wanted = lockfile.find(recipe, run_dir) if loaded.locked else None
             inputs = Inputs.read(loaded)
+            lock = lockfile.current(inputs)
+            if wanted is not None:
+                lockfile.check(wanted, lock)
             if loaded.save.merged and loaded.lora is not None:
-                check_space(Path(loaded.output_dir), weights_size(inputs.source.folder))
+                check_space(run_dir, weights_size(inputs.source.folder))
             if distributed.is_first():
-                held.enter_context(run_lock.held(Path(loaded.output_dir)))
+                held.enter_context(run_lock.held(run_dir))
         distributed.check_same(_shared(inputs))
-        return _Run(inputs).go()
+        return _Run(inputs, lock).go()
 
 
 def _check_folders(recipe: schema.Recipe) -> None:
@@ -113,7 +125,7 @@ def _shared(inputs: Inputs) -> dict[str, Any]:
 class _Run:
     """The parts of one run, and the order in which they act."""
 
-    def __init__(self, inputs: Inputs):
+    def __init__(self, inputs: Inputs, lock: lockfile.Lock):
         recipe = inputs.recipe
         self.recipe, self.source, self.mesh = recipe, inputs.source, inputs.mesh
         self.tokenizer, self.data, self.total_steps = (
@@ -124,7 +136,7 @@ class _Run:
         self.training = Training.build(inputs)
         model, self.split = self.training.model, self.training.split
         assert model.origin is not None  # build gave it one
-        self.run_dir = Path(recipe.output_dir)
+        self.run_dir, self.lock = Path(recipe.output_dir), lock
         self.leaves = bind(model.family, model)
         self.family, self.origin = model.family, model.origin
         self.table = () if recipe.lora is None else adapter_table(model, model.adapter.config)
@@ -144,9 +156,12 @@ class _Run:
         restored, start = self._restore(checkpoints, (trainable, opt_state)), 0
         if restored is not None:
             trainable, opt_state, start = restored.trainable, restored.opt_state, restored.meta.step
+        changed = lockfile.changed_packages(self.run_dir) if start else None
         if distributed.is_first():
-            self._describe()
-        with self._metrics(restored) as metrics:
+            self._describe(start)
+        with self._metrics(restored) as metrics, self._reported(metrics) as end:
+            if changed is not None:
+                metrics.note(changed)
             self._introduce(metrics, start)
             outcome = loop.run(
                 **self.training.fixed,
@@ -168,21 +183,34 @@ class _Run:
                 with distributed.together("write what was trained"):
                     if distributed.is_first():
                         adapter, merged = self._export(weights, metrics)
-            return Result(
-                self.run_dir, outcome.step, metrics.rows(), adapter, merged, outcome.interrupted
-            )
+            end.interrupted, end.step = outcome.interrupted, outcome.step
+        return Result(
+            self.run_dir, outcome.step, metrics.rows(), adapter, merged, outcome.interrupted
+        )
 
-    def _describe(self) -> None:
+    def _describe(self, start: int) -> None:
         """Writes what the run is, once it is known that the folder is this run's to write."""
-        try:
+        with writable_output(self.run_dir):
             recipes.save(self.recipe, self.run_dir / "recipe.yaml")
             if self.table:
                 _write_table(self.table, self.run_dir / "adapters.tsv")
-        except OSError as error:
-            raise InputError(
-                f"output_dir {self.run_dir} cannot be written ({error.strerror or error}); "
-                "free space there or set another output_dir, then run the same command again"
-            ) from error
+            # Of a run that only exports again, the lock says what it was trained with.
+            if start < self.total_steps or not (self.run_dir / lockfile.NAME).exists():
+                lockfile.write(self.run_dir, self.lock)
+
+    def _reported(self, metrics: MetricsLog) -> contextlib.AbstractContextManager[End]:
+        if not distributed.is_first():
+            return contextlib.nullcontext(End())
+        return reported(self.run_dir, self._summary(), metrics)
+
+    def _summary(self) -> dict[str, Any]:
+        """What the report says besides the log."""
+        return {
+            "total_steps": self.total_steps,
+            "parameters": self.split.sizes(),
+            "data": dataclasses.asdict(self.data.train.report),
+            "environment": environment(self.mesh),
+        }
 
     def _restore(self, checkpoints: Checkpoints, state: tuple[Any, Any]) -> Restored | None:
         resume = self.recipe.train.resume
@@ -228,9 +256,8 @@ class _Run:
         report = self.data.train.report
         for line in _table_lines(self.table):
             metrics.note(line)
-        trained = sum(array.size for array in self.split.trainable.values())
-        frozen = sum(array.size for array in self.split.frozen.values())
-        metrics.note(f"{trained:,} parameters are trained, {frozen:,} are frozen")
+        sizes = self.split.sizes()
+        metrics.note(f"{sizes['trained']:,} parameters are trained, {sizes['frozen']:,} are frozen")
         drops = ", ".join(f"{count} {reason}" for reason, count in report.drops.items()) or "none"
         metrics.note(
             f"{report.examples:,} examples of {report.rows:,} rows, {report.tokens:,} tokens, "

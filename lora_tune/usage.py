@@ -34,6 +34,7 @@ _LINES: Mapping[str, str] = {
   lora-tune prove run=DIR                         what PEFT and transformers make of a run
 """,
     "list": """\
+  lora-tune report run=DIR                        makes its report.html again, from the folder alone
   lora-tune list recipes                          the shipped recipes
   lora-tune list models                           the model types that can be trained
   lora-tune list targets model.path=PATH          every module of a model that can be adapted
@@ -44,6 +45,7 @@ _LINES: Mapping[str, str] = {
 _RECIPE = """\
   recipe=NAME   a YAML file, or a shipped recipe from any folder (quickstart.yaml or quickstart)
   key=value     replaces a key of the recipe: lora.r=8  lora=null  'lora.target_modules=[q_proj]'
+  locked=true   refuses to train unless all is as output_dir/lock.json or NAME.lock.json says
 """
 _ANSWERS = """\
 generate and chat:

@@ -70,6 +70,22 @@ def replace_file(path: Path, text: str) -> None:
         beside.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def writable_output(run_dir: Path) -> Iterator[None]:
+    """Around writes to a run folder: what the system refuses becomes one sentence.
+
+    Raises:
+      InputError: the folder cannot be written to.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise InputError(
+            f"output_dir {run_dir} cannot be written ({error.strerror or error}); "
+            "free space there or set another output_dir, then run the same command again"
+        ) from error
+
+
 def check_writable(folder: Path) -> None:
     """Checks, without making anything, that an output folder can be made or written to.
 

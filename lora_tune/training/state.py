@@ -58,6 +58,11 @@ class SplitModel:
         weights = {**self.frozen, **(self.trainable if trainable is None else trainable)}
         return nnx.merge(self.graphdef, unflatten(weights), copy=True)
 
+    def sizes(self) -> dict[str, int]:
+        """Numbers of `trained` and of `frozen` parameters."""
+        parts = {"trained": self.trainable, "frozen": self.frozen}
+        return {name: sum(array.size for array in part.values()) for name, part in parts.items()}
+
     def specs(self, names: Mapping[str, Any]) -> dict[str, PartitionSpec]:
         """Partition specs over the manual axes of the step, for the named weights."""
         return {name: sharding.spec(self.axes[name], only=sharding.MANUAL_AXES) for name in names}

@@ -29,6 +29,8 @@ LEVELS = {
     "lora_tune.export": 7.7,
     "lora_tune.trained": 7.5,
     "lora_tune.review": 8,
+    "lora_tune.lockfile": 7.6,
+    "lora_tune.report": 7.6,
     "lora_tune.prepare": 7.5,
     "lora_tune.build": 7,
     "lora_tune.build_data": 6.5,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures of the machine: operations against those of the traced program and against plain arithmetic."""
+"""Figures of the machine: operations against those of a traced program and plain arithmetic."""
 
 import dataclasses
 import os

@@ -184,7 +184,7 @@ def test_wandb_is_offline_and_keeps_its_id(tmp_path):
 
 
 def events_of(folder):
-    """(tag, step) -> value, as TensorBoard reads event files: later ones take back earlier steps."""
+    """(tag, step) -> value, as TensorBoard reads files: later ones take back steps of earlier."""
     from tensorboardX.proto import event_pb2
 
     found = {}
