@@ -45,10 +45,10 @@ def thinned(points: Sequence[Point]) -> list[Point]:
 
 
 def ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
-    """Three to seven round numbers that span a range, its ends within the first and the last."""
+    """Two to seven round numbers that span a range, its ends within the first and the last."""
     if high <= low:
-        low, high = low - (abs(low) / 10 or 1), high + (abs(high) / 10 or 1)
-        low = 0 if whole and low < 0 else low
+        around = abs(low) / 10 or 1.0
+        low, high = low - around if low else 0.0, high + around
     rough = (high - low) / 4
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * n for n in (1, 2, 5, 10) if power * n >= rough * 0.999)
@@ -67,11 +67,12 @@ def number(value: float) -> str:
 
 def _svg(points: Sequence[Point], title: str) -> str:
     steps, values = zip(*points, strict=True)
-    across, up = ticks(min(steps), max(steps), whole=True), ticks(min(values), max(values))
+    up, first, last = ticks(min(values), max(values)), min(steps), max(max(steps), min(steps) + 1)
+    across = [step for step in ticks(first, last, whole=True) if first <= step <= last]
     right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
 
     def x(step: float) -> str:
-        return f"{_LEFT + (step - across[0]) / (across[-1] - across[0]) * (right - _LEFT):.1f}"
+        return f"{_LEFT + (step - first) / (last - first) * (right - _LEFT):.1f}"
 
     def y(value: float) -> str:
         return f"{bottom - (value - up[0]) / (up[-1] - up[0]) * (bottom - _TOP):.1f}"

@@ -27,7 +27,7 @@ p{margin:6px 0;overflow-wrap:anywhere}.soft,figcaption,th,dt{color:var(--soft)}
 .ended{border-left:4px solid var(--soft);padding:4px 12px;margin:12px 0}
 .finished{border-color:var(--good)}.interrupted,.unknown{border-color:var(--warn)}
 .tripwire,.failed{border-color:var(--bad)}
-.tiles,.curves{display:grid;gap:12px;grid-template-columns:repeat(auto-fill,minmax(150px,1fr))}
+.tiles,.curves{display:grid;gap:12px;grid-template-columns:repeat(auto-fill,minmax(170px,1fr))}
 .curves{grid-template-columns:repeat(auto-fill,minmax(min(100%,320px),1fr))}
 .tiles div,figure,.box{background:var(--card);border:1px solid var(--rule);border-radius:8px}
 .tiles div{padding:10px 12px}.tiles b{display:block;font-size:1.15rem;overflow-wrap:anywhere}
@@ -156,7 +156,10 @@ def _change(
     values = [row[key] for row in rows if row.get(key) is not None]
     if not values:
         return []
-    ends = [f"{100 * v:.1f} %" if percent else number(v) for v in (values[0], values[-1])]
+    ends = [
+        f"{100 * v:.1f}\N{NO-BREAK SPACE}%" if percent else number(v)
+        for v in (values[0], values[-1])
+    ]
     return [(name, ends[0] if len(values) == 1 else " → ".join(ends))]
 
 
