@@ -21,6 +21,7 @@ from lora_tune import (
     add_lora,
     build,
     build_data,
+    cli,
     load_adapter,
     load_model,
     save_adapter,
@@ -210,7 +211,12 @@ def run(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
         for name, value in SECRETS.items():
             patch.setenv(name, value)
         return lora_tune.train(
-            str(recipe), [f"output_dir={folder}", "log.report_to=wandb", "save.merged=true"]
+            str(recipe),
+            [
+                f"output_dir={folder}",
+                "log.report_to=[wandb, tensorboard]",
+                "save.merged=true",
+            ],
         )
 
 
@@ -227,7 +233,8 @@ def test_train_returns_what_the_run_left(run: Result) -> None:
     assert last["eval_loss"] < first["eval_loss"]
     assert {"eval_accuracy", "eval_token_accuracy", "eval_examples"} <= set(last)
     kept = {"adapter", "adapters.tsv", "checkpoints", "merged", "metrics.jsonl", "recipe.yaml"}
-    assert set(os.listdir(run.output_dir)) == kept | {"wandb"}
+    kept |= {"lock.json", "report.html", "summary.json"}
+    assert set(os.listdir(run.output_dir)) == kept | {"tensorboard", "wandb"}
     table = (run.output_dir / "adapters.tsv").read_text().splitlines()
     assert table[0].split("\t")[0] == "module"
     modules = {line.split("\t")[0] for line in table[1:]}
@@ -280,14 +287,43 @@ def test_a_run_folder_is_loaded_with_what_it_holds(
         load_run(tmp_path)
 
 
-def test_wandb_is_offline_and_learns_no_secret(run: Result) -> None:
-    files = [path for path in (run.output_dir / "wandb").rglob("*") if path.is_file()]
+def test_no_file_of_a_run_learns_a_secret(run: Result) -> None:
+    files = [path for path in run.output_dir.rglob("*") if path.is_file()]
     assert any(path.suffix == ".wandb" for path in files)
+    assert any(path.name.startswith("events.out.tfevents") for path in files)
     for path in files:
         content = path.read_bytes()
         for secret in SECRETS.values():
             assert secret.encode() not in content, path
     assert any(b"learning_rate" in path.read_bytes() for path in files), "the recipe is in it"
+
+
+def test_the_report_says_how_it_ended_and_what_came_of_it(run: Result) -> None:
+    page = (run.output_dir / "report.html").read_text(encoding="utf-8")
+    assert "Finished after step 4 of 4" in page
+    assert page.count("<svg") >= 6
+    for words in ("Answers before and after", "vllm serve", "PeftModel", "q_proj", "jaxlib"):
+        assert words in page
+    [figure] = [row["host_rss_bytes"] for row in run.rows if "loss" in row and row["step"] == 4]
+    assert figure > 100e6
+
+
+def test_a_lock_holds_another_run_to_what_it_says(
+    run: Result, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = Path(shutil.copyfile(recipe, tmp_path / "own.yaml"))
+    words = [f"recipe={own}", f"output_dir={tmp_path / 'run'}", "save.merged=true", "locked=true"]
+    assert cli.main(words) == 2
+    assert "locked=true needs a lock file, and there is neither" in capsys.readouterr().err
+    shutil.copyfile(run.output_dir / "lock.json", tmp_path / "own.lock.json")
+    assert cli.main([*words, "train.seed=9", "data.max_samples=20"]) == 2
+    err = capsys.readouterr().err
+    for said in ("data.train.fingerprint was", "data.train.seed was 3, is 9", "recipe.data.max_s"):
+        assert said in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+    assert cli.main(words) == 0
+    assert rows_of(tmp_path / "run") == rows_of(run.output_dir)
 
 
 def test_the_saved_recipe_runs_again_as_it_is(run: Result, tmp_path: Path) -> None:
