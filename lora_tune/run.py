@@ -205,10 +205,12 @@ class _Run:
 
     def _summary(self) -> dict[str, Any]:
         """What the report says besides the log."""
+        train = self.data.train
+        sources = [dataclasses.asdict(report) for report in train.examples.sources]
         return {
             "total_steps": self.total_steps,
             "parameters": self.split.sizes(),
-            "data": dataclasses.asdict(self.data.train.report),
+            "data": dataclasses.asdict(train.report) | {"sources": sources},
             "environment": environment(self.mesh),
         }
 

@@ -182,17 +182,22 @@ def _samples(rows: Iterable[Mapping[str, Any]]) -> str:
 def _data(data: Mapping[str, Any]) -> str:
     if not data:
         return ""
-    plain = {key: value for key, value in data.items() if not isinstance(value, dict | list)}
+    plain = {key: value for key, value in data.items() if _is_fact(value)}
     facts = {key.replace("_", " "): _fact(key, value) for key, value in plain.items()}
     drops = data.get("drops") or {}
     facts["dropped"] = ", ".join(f"{count:,} {why}" for why, count in drops.items()) or "none"
     sources = data.get("sources") or []
     table = ""
     if len(sources) > 1:
-        head = [key for key, value in sources[0].items() if not isinstance(value, dict | list)]
+        head = [key for key, value in sources[0].items() if _is_fact(value)]
+        head = [key for key in head if key != "packing_efficiency"]  # of all sources together
         lines = [[_fact(key, source[key]) for key in head] for source in sources]
         table = _table([key.replace("_", " ") for key in head], lines)
     return _facts(facts) + table
+
+
+def _is_fact(value: Any) -> bool:
+    return value != "" and not isinstance(value, dict | list)
 
 
 def _fact(key: str, value: Any) -> str:

@@ -109,8 +109,7 @@ def test_the_place_is_in_order(place: Place) -> None:
     """Or else every other test here might find the wrong fault."""
     assert cli.main(place.arguments()) == 0
     assert leftovers(place.run_dir) == []
-    names = {"adapter", "adapters.tsv", "checkpoints", "metrics.jsonl", "recipe.yaml"}
-    assert set(os.listdir(place.run_dir)) == names
+    assert set(os.listdir(place.run_dir)) == {"adapter", "checkpoints", *START}
 
 
 MESSAGES = (
@@ -451,6 +450,8 @@ def test_training_gone_wrong_is_one_sentence_and_leaves_nothing_to_go_on_from(
     assert os.listdir(place.run_dir / "checkpoints") == []
     assert set(os.listdir(place.run_dir)) == {"checkpoints", *START}
     assert (place.run_dir / "metrics.jsonl").read_bytes() == b""
+    report = (place.run_dir / "report.html").read_text(encoding="utf-8")
+    assert "Stopped because training had gone wrong after step 0 of 4: the loss of step 1" in report
 
 
 @contextmanager
@@ -478,7 +479,15 @@ def fill_disk_in(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *, call
     monkeypatch.setattr(owner, name, wrapped)
 
 
-START = {"metrics.jsonl", "recipe.yaml", "adapters.tsv"}
+START = {
+    "adapters.tsv",
+    "lock.json",
+    "metrics.jsonl",
+    "recipe.yaml",
+    "report.html",
+    "summary.json",
+}
+"""What stands in the folder of a run that has begun, however it ended."""
 
 
 @pytest.fixture(scope="module")

@@ -181,6 +181,8 @@ def test_signals_save_say_where_and_do_not_look_like_success(
         assert rows == rows_of(whole)[: len(rows)]
         assert list(losses_of(rows)) == list(range(1, step + 1))
         assert not (run.folder / "adapter").exists()
+        report = (run.folder / "report.html").read_text(encoding="utf-8")
+        assert f"Interrupted after step {step} of {STEPS}: {number.name}" in report
         assert leftovers(run.folder) == []
 
 
