@@ -48,7 +48,7 @@ def current(inputs: Inputs) -> Lock:
     lock = {
         "format": _FORMAT,
         "model": {
-            "base": source.base_name,
+            "base": source.hub_id,
             "commit": source.commit,
             "config.json": _sha256((source.folder / "config.json").read_bytes()),
             "weights": {path.name: weights_hash(path) for path in weights},

@@ -28,7 +28,7 @@ import lora_tune
 from lora_tune import cli
 from lora_tune import recipe as recipes
 from lora_tune.checkpoint import files
-from lora_tune.hf import peft, save
+from lora_tune.hf import merge, peft
 from lora_tune.training.metrics import MetricsLog
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
@@ -512,7 +512,7 @@ def test_a_disk_that_is_full_in_one_place_after_another(
         (MetricsLog, "write", 2, "metrics.jsonl cannot be written", START),
         (files, "start_writing", 2, "the checkpoint of step 4", set()),
         (peft, "_write_weights", 1, "run/adapter: could not be written", set()),
-        (save, "_merge_file", 1, "run/merged: could not be written", {"adapter"}),
+        (merge.Merger, "_write", 1, "run/merged: could not be written", {"adapter"}),
     ):
         with monkeypatch.context() as patch:
             fill_disk_in(patch, owner, name, call=call)
