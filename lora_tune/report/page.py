@@ -5,6 +5,7 @@ Everything that comes from the run is escaped. The page's own policy forbids wha
 loaded.
 """
 
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
@@ -51,7 +52,6 @@ dd{margin:0;overflow-wrap:anywhere}
 pre{margin:0;padding:12px;font:13px/1.45 ui-monospace,monospace;white-space:pre-wrap;
 overflow-wrap:anywhere}
 summary{cursor:pointer;margin:6px 0}
-@media (max-width:520px){dl{grid-template-columns:1fr;gap:0}dd{margin:0 0 8px}}
 """
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _CURVES = (
@@ -207,7 +207,7 @@ def _fact(key: str, value: Any) -> str:
 
 
 def _uses(run: RunFolder) -> Iterator[str]:
-    where = str(run.path)
+    where, adapter = shlex.quote(str(run.path)), str(run.path / "adapter")
     if run.adapter is None and not run.merged:
         return
     asks = [f"lora-tune generate run={where} prompt='…'", f"lora-tune chat run={where}"]
@@ -219,13 +219,16 @@ def _uses(run: RunFolder) -> Iterator[str]:
             "from transformers import AutoModelForCausalLM",
             "",
             f'base = AutoModelForCausalLM.from_pretrained({base!r}, dtype="auto")',
-            f"model = PeftModel.from_pretrained(base, {where + '/adapter'!r})",
+            f"model = PeftModel.from_pretrained(base, {adapter!r})",
         ]
         yield _code("In Python, with PEFT", "\n".join(lines))
-        served = serve_command(base, largest_rank(run.adapter), f"{where}/adapter")
+        served = serve_command(base, largest_rank(run.adapter), shlex.quote(adapter))
         yield _code("Served by vLLM", served)
     if run.merged:
-        yield _code("The merged model, served by vLLM", f"vllm serve {where}/merged")
+        yield _code(
+            "The merged model, served by vLLM",
+            f"vllm serve {shlex.quote(str(run.path / 'merged'))}",
+        )
 
 
 def _code(title: str, code: str) -> str:
