@@ -33,8 +33,10 @@ _LINES: Mapping[str, str] = {
     "prove": """\
   lora-tune prove run=DIR                         what PEFT and transformers make of a run
 """,
-    "list": """\
+    "report": """\
   lora-tune report run=DIR                        makes its report.html again, from the folder alone
+""",
+    "list": """\
   lora-tune list recipes                          the shipped recipes
   lora-tune list models                           the model types that can be trained
   lora-tune list targets model.path=PATH          every module of a model that can be adapted
@@ -103,6 +105,10 @@ verify-resume:
   run=DIR             a run folder with checkpoints; nothing in it is changed
   last=10             logged steps to compare at least, where checkpoints go back so far
 """
+_REPORT = """\
+report:
+  run=DIR             a run folder; report.html in it is replaced
+"""
 _KEYS: Mapping[str, str] = {
     "train": _RECIPE,
     "plan": f"{_RECIPE}\n{_PLAN}",
@@ -113,6 +119,7 @@ _KEYS: Mapping[str, str] = {
     "convert-adapter": _CONVERT,
     "prove": _PROVE,
     "verify-resume": _VERIFY,
+    "report": _REPORT,
     "list": """\
   model.path=PATH     a model folder, whose weights are checked as well, or a hub id
 """,
@@ -144,6 +151,9 @@ _EXAMPLES: Mapping[str, str] = {
     "verify-resume": """\
   lora-tune verify-resume run=runs/quickstart last=20
 """,
+    "report": """\
+  lora-tune report run=runs/quickstart
+""",
     "prove": """\
   lora-tune prove run=runs/quickstart tolerance=1e-4
 """,
@@ -170,7 +180,7 @@ def everything() -> str:
     parts = [
         f"{_HEAD}\nusage:\n{''.join(_LINES.values())}",
         _RECIPE,
-        *(_ANSWERS, _PLAN, _DATA, _EXPORT, _CONVERT, _PROVE, _VERIFY, _OPTIONS),
+        *(_ANSWERS, _PLAN, _DATA, _EXPORT, _CONVERT, _PROVE, _VERIFY, _REPORT, _OPTIONS),
         "examples:\n" + "".join(_EXAMPLES[name] for name in ("train", "plan", "generate")),
         _TRAIN_AGAIN + _STATUS,
     ]
