@@ -59,7 +59,8 @@ GEMMA4 = {
     "num_key_value_heads": 2,
     "head_dim": 8,
     "global_head_dim": 8,
-    "rms_norm_eps": 1e-2,  # with 1e-3, gradients depend on the order of sums by 2e-5
+    # With 1e-3, norms of small values let gradients depend on the order of sums by 2e-5.
+    "rms_norm_eps": 0.1,
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": 46,
 }
@@ -115,7 +116,8 @@ def assert_same_training(actual, expected):
     weights = [cases.by_name(trained.model, trained.weights) for trained in (actual, expected)]
     cases.assert_close(*weights, 1e-5)
     start = cases.by_name(expected.model, expected.split.trainable)
-    assert all((weights[0][name] != x).any() for name, x in start.items())
+    trained = {n: x for n, x in start.items() if n[1] != "layer_scalar"}  # those are buffers
+    assert all((weights[0][name] != x).any() for name, x in trained.items())
 
 
 def assert_placed_as_asked(trained, mesh_sizes):
