@@ -157,7 +157,8 @@ def test_a_host_that_dies_ends_the_job_and_the_rerun_goes_on(
     status, output = processes.wait(timeout=300)[0]
     assert time.monotonic() - died < 60
     assert status not in (0, -signal.SIGKILL)
-    assert "another process of this run" in output
+    # Our sentence where the devices notice first, that of jax where its heartbeat does.
+    assert "another process of this run" in output or "another task died" in output
     again = Processes(recipe, processes.folder, count=2)
     again.finish()
     assert_same(processes.folder, one)
