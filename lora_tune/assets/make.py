@@ -7,6 +7,7 @@ writes, always the same bytes:
 
     OUT/pretrain/{train,eval}.jsonl       the corpus that recipes/pretrain_tiny.yaml trains on
     OUT/quickstart/{train,eval}.jsonl     the Tali lessons, as shipped beside this file
+    OUT/orders/{train,eval}.jsonl         the orders of recipes/smollm2_sft.yaml, shipped as well
     OUT/tiny-qwen3-next/                  config.json, generation_config.json and the tokenizer
 
 The weights of the embedded model come from the pretraining recipe, not from this script.
@@ -21,6 +22,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from lora_tune.assets.conversations import Conversation, pretraining_corpus, tali_lessons
+from lora_tune.assets.orders import orders
 from lora_tune.assets.skills import LANGUAGES
 from lora_tune.assets.words import SYLLABLES
 
@@ -28,6 +30,8 @@ PRETRAIN_COUNTS = {"train": 40_000, "eval": 400}
 PRETRAIN_SEEDS = {"train": 1, "eval": 2}
 QUICKSTART_COUNTS = (1000, 128)
 QUICKSTART_SEED = 3
+ORDER_COUNTS = (288, 64)
+ORDER_SEED = 4
 TOKENIZER_CONVERSATIONS = 8_000
 SYLLABLE_DRILLS = 4_000
 VOCAB_SIZE = 1024
@@ -166,13 +170,16 @@ def write_jsonl(path: Path, rows: Sequence[Conversation]) -> None:
 
 
 def make_data(out: Path) -> None:
-    """Write the pretraining corpus and the quickstart's lessons below `out`."""
+    """Write the pretraining corpus, the quickstart's lessons and the orders below `out`."""
     for split, count in PRETRAIN_COUNTS.items():
         corpus = pretraining_corpus(count, seed=PRETRAIN_SEEDS[split])
         write_jsonl(out / "pretrain" / f"{split}.jsonl", corpus)
-    train, held_out = tali_lessons(*QUICKSTART_COUNTS, seed=QUICKSTART_SEED)
-    write_jsonl(out / "quickstart" / "train.jsonl", train)
-    write_jsonl(out / "quickstart" / "eval.jsonl", held_out)
+    for name, (train, held_out) in (
+        ("quickstart", tali_lessons(*QUICKSTART_COUNTS, seed=QUICKSTART_SEED)),
+        ("orders", orders(*ORDER_COUNTS, seed=ORDER_SEED)),
+    ):
+        write_jsonl(out / name / "train.jsonl", train)
+        write_jsonl(out / name / "eval.jsonl", held_out)
 
 
 def make_model_folder(folder: Path) -> None:

@@ -31,8 +31,11 @@ from lora_tune.training.state import SplitModel, Weights, split_model
 
 _CONFIGS = Path(assets.__file__).parent / "configs"
 KNOWN = {
-    f"Qwen/Qwen3-Next-80B-A3B-{kind}": _CONFIGS / "qwen3-next-80b-a3b.json"
-    for kind in ("Instruct", "Thinking")
+    **{
+        f"Qwen/Qwen3-Next-80B-A3B-{kind}": _CONFIGS / "qwen3-next-80b-a3b.json"
+        for kind in ("Instruct", "Thinking")
+    },
+    "HuggingFaceTB/SmolLM2-135M-Instruct": _CONFIGS / "smollm2-135m.json",
 }
 """Hub models whose shapes are shipped, for machines that cannot reach the hub."""
 _STEPS = 1000

@@ -18,6 +18,8 @@ from lora_tune.scan import plan_layers
 
 _LAYER = re.compile(r"\blayers\.(\d+)\b")
 _EXPERT = re.compile(r"\bexperts\.(\d+)\b")
+_EVERY_TYPE = ("olmo_hybrid",)
+"""Model types that transformers refuses without a layer of each type."""
 _LEAST = 2
 """Experts in a window; with one, the router has no choice."""
 
@@ -118,7 +120,9 @@ def cut_config(hf: Mapping[str, Any], family: Family, window: Window) -> dict[st
         text["num_experts_per_tok"] = min(config.num_experts_per_tok, count)
     cut = {**hf, "text_config": text} if "text_config" in hf else text
     kinds = config.layer_kinds()
-    if tuple(family.read_config(cut).layer_kinds()) != tuple(kinds[i] for i in window.layers):
+    lacking = hf.get("model_type") in _EVERY_TYPE and set(text["layer_types"]) != set(types)
+    found = tuple(family.read_config(cut).layer_kinds())
+    if lacking or found != tuple(kinds[i] for i in window.layers):
         raise InputError(f"layers {list(window.layers)} alone are no model of this family")
     return cut
 
@@ -146,7 +150,7 @@ def plan_windows(
     config, sizes = family.read_config(hf), measure(leaves)
     layers = config.num_hidden_layers
     count = getattr(config, "num_experts", 0)
-    cycle = plan_layers(config.layer_kinds()).cycle_length or layers
+    cycle = plan_layers(config.layer_kinds()).cycle_length or 1
     least = 0
     for length, parts in _shapes(layers, cycle, count if sizes.experts else 0):
         windows = [
@@ -175,14 +179,20 @@ def _shapes(layers: int, cycle: int, experts: int) -> Iterator[tuple[int, int]]:
 def _chunks(
     hf: Mapping[str, Any], family: Family, layers: int, length: int
 ) -> Iterator[tuple[int, ...]]:
-    """Consecutive layers; with the last one behind where the family must end in its kind."""
+    """Consecutive layers, with one more where the family has no model of them alone."""
     for start in range(0, layers, length):
-        chunk = tuple(range(start, min(start + length, layers)))
-        try:
-            cut_config(hf, family, Window(chunk))
-        except InputError:
-            chunk = (*chunk, layers - 1)
-        yield chunk
+        chunk = range(start, min(start + length, layers))
+        others = (i for i in reversed(range(layers)) if i not in chunk)
+        tried = (tuple(chunk), *(tuple(sorted((*chunk, i))) for i in others))
+        yield next((each for each in tried if _is_model(hf, family, each)), tried[0])
+
+
+def _is_model(hf: Mapping[str, Any], family: Family, layers: tuple[int, ...]) -> bool:
+    try:
+        cut_config(hf, family, Window(layers))
+    except InputError:
+        return False
+    return True
 
 
 def _parts(count: int, parts: int) -> list[range | None]:

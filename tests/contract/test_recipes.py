@@ -25,7 +25,7 @@ def test_all_recipes_are_shipped_and_the_known_ones_are_there() -> None:
     # The package may be installed elsewhere, with recipes of its own.
     shipped = {name: path.read_text() for name, path in recipe.shipped().items()}
     assert shipped == {path.name: path.read_text() for path in RECIPES}
-    assert {"pretrain_tiny.yaml", "quickstart.yaml", "qwen3next_sft.yaml"} <= set(recipe.shipped())
+    assert {"quickstart.yaml", "qwen3next_sft.yaml", "smollm2_sft.yaml"} <= set(recipe.shipped())
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)

@@ -64,10 +64,13 @@ def test_the_last_window(case, parted, tmp_path):
     save_adapter(arrays, leaves, lora, adapter, model_type=model_type, base=str(base))
     pairs = adapter_pairs(arrays, leaves, lora, model_type=model_type)
 
-    cycle, sizes = model.plan.cycle_length or last + 1, measure(leaves)
-    least = Window(tuple(range(cycle)), range(0, 2) if parted else None)
+    length, sizes = model.plan.cycle_length or (1 if parted else 2), measure(leaves)
+    part = range(0, 2) if parted else None
+    each = sorted(sizes.of(Window((i,), part), experts) - sizes.outside for i in range(last + 1))
     config = json.loads((base / "config.json").read_text())
-    windows, _ = plan_windows(config, family, leaves, sizes.of(least, experts))
+    limit = sizes.outside + sum(each[-length:])
+    windows, _ = plan_windows(config, family, leaves, limit)
+    assert len(windows) > 1
     window = [window for window in windows if (window.experts is not None) == parted][-1]
     assert window.experts == (range(4, 6) if parted else None)
     cut_base(base, tmp_path / "window", family, window)

@@ -22,7 +22,10 @@ from lora_tune.errors import InputError
 from lora_tune.hf.fused import Pair
 from lora_tune.hf.peft import adapter_pairs, read_pairs, save_adapter
 from lora_tune.hf.save import save_merged
+from lora_tune.hf.table import bind
 from lora_tune.lora.config import LoraConfig
+from lora_tune.models import FAMILIES
+from lora_tune.models.decoder import Decoder, DecoderOptions
 from lora_tune.proof import merged, serving
 from lora_tune.proof.cut import cut_adapter
 from lora_tune.proof.windows import Window, cut_config, measure, plan_windows
@@ -151,6 +154,34 @@ def test_whole_cycles_go_first_then_parts_of_experts():
     assert {layers for layers, _ in shapes(Window((0,)), Window((3,)))} == {1}
     with pytest.raises(InputError, match=r"the smallest models .* raise limit_gb"):
         plan_windows(CONFIG, FAMILY, leaves, 1000)
+
+
+def test_layers_that_are_all_alike_are_cut_anywhere():
+    family = FAMILIES["llama"]
+    config = {"model_type": "llama", "num_hidden_layers": 7, "hidden_size": 128}
+    model = Decoder(family, family.read_config(config), DecoderOptions())
+    leaves = bind(family, model)
+    limit = measure(leaves).of(Window((0, 1, 2)), 0)
+    windows, _ = plan_windows(config, family, leaves, limit)
+    assert [window.layers for window in windows] == [(0, 1, 2), (3, 4, 5), (6,)]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "layers", "expected"),
+    [
+        ("gemma4_text", 7, [(0, 6), (1, 6), (2, 6), (3, 6), (4, 6), (5,), (6,)]),
+        ("olmo_hybrid", 5, [(0, 3), (1, 3), (2, 3), (3, 4), (3, 4)]),
+    ],
+)
+def test_a_layer_that_is_no_model_alone_has_company(model_type, layers, expected):
+    family = FAMILIES[model_type]
+    config = {"model_type": model_type, "num_hidden_layers": layers}
+    config |= {"hidden_size_per_layer_input": 0} if model_type == "gemma4_text" else {}
+    model = Decoder(family, family.read_config(config), DecoderOptions())
+    leaves = bind(family, model)
+    limit = max(measure(leaves).of(Window(pair), 0) for pair in expected)
+    windows, _ = plan_windows(config, family, leaves, limit)
+    assert [window.layers for window in windows] == expected
 
 
 @pytest.mark.parametrize("fused", [False, True])
