@@ -20,6 +20,8 @@ _LAYER = re.compile(r"\blayers\.(\d+)\b")
 _EXPERT = re.compile(r"\bexperts\.(\d+)\b")
 _EVERY_TYPE = ("olmo_hybrid",)
 """Model types that transformers refuses without a layer of each type."""
+_ENTANGLED = ("hidden_size_per_layer_input", "num_kv_shared_layers")
+"""Sizes of what layers share with others or have in one tensor; 0 where they do not."""
 _LEAST = 2
 """Experts in a window; with one, the router has no choice."""
 
@@ -145,9 +147,14 @@ def plan_windows(
       The windows, and the bytes of the largest one.
 
     Raises:
-      InputError: not even the smallest window fits.
+      InputError: not even the smallest window fits, or layers cannot be taken apart.
     """
     config, sizes = family.read_config(hf), measure(leaves)
+    if entangled := [name for name in _ENTANGLED if getattr(config, name, 0)]:
+        raise InputError(
+            f"the base takes over limit_gb={limit / 1e9:g} in float32, and its layers cannot be "
+            f"proved apart ({', '.join(entangled)}): raise limit_gb where four times that is there"
+        )
     layers = config.num_hidden_layers
     count = getattr(config, "num_experts", 0)
     cycle = plan_layers(config.layer_kinds()).cycle_length or 1

@@ -47,10 +47,12 @@ def abstract(folder):
 )
 def test_the_last_window(case, parted, tmp_path):
     model_type, *windowed = case.split(", ")
-    changes = {"use_sliding_window": True, "max_window_layers": 2, "sliding_window": 5}
-    base = write_checkpoint(
-        tmp_path / "base", model_type=model_type, **(changes if windowed else {})
-    )
+    changes = {}
+    if windowed:
+        changes = {"use_sliding_window": True, "max_window_layers": 2, "sliding_window": 5}
+    elif model_type.startswith("gemma4"):
+        changes = {"hidden_size_per_layer_input": 0}
+    base = write_checkpoint(tmp_path / "base", model_type=model_type, **changes)
     model = abstract(base)
     leaves, family = bind(model.family, model), model.family
     experts = getattr(model.config, "num_experts", 0)

@@ -216,3 +216,15 @@ def test_an_adapter_is_cut_with_its_layers_and_experts(tmp_path, fused):
     )
     assert not cut_adapter(tmp_path / "f", tmp_path / "none", window, 4)
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    "fields", [{"hidden_size_per_layer_input": 8}, {"num_kv_shared_layers": 2}], ids=list
+)
+def test_layers_that_share_are_not_taken_apart(fields):
+    family = FAMILIES["gemma4_text"]
+    config = {"model_type": "gemma4_text", "num_hidden_layers": 12}
+    config |= {"hidden_size_per_layer_input": 0, **fields}
+    model = Decoder(family, family.read_config(config), DecoderOptions())
+    with pytest.raises(InputError, match=rf"cannot be proved apart \({next(iter(fields))}\)"):
+        plan_windows(config, family, bind(family, model), 1e9)
