@@ -164,9 +164,14 @@ def check_space(out_dir: Path, needed: int) -> None:
     free = shutil.disk_usage(place).free
     if needed > free:
         raise InputError(
-            f"{out_dir}: {needed / 1e9:,.1f} GB are to be written and the disk has "
-            f"{free / 1e9:,.1f} GB free, so nothing was; free some space or choose another folder"
+            f"{out_dir}: {_size(needed)} are to be written and the disk has {_size(free)} free, so "
+            "nothing was; free some space or choose another folder"
         )
+
+
+def _size(nbytes: int) -> str:
+    unit, name = (1e9, "GB") if nbytes >= 1e8 else (1e6, "MB")
+    return f"{nbytes / unit:,.1f} {name}"
 
 
 def remedy(folder: Path) -> str:
