@@ -18,6 +18,7 @@ from lora_tune.generation import engine
 from lora_tune.generation.sampling import Sampling
 from lora_tune.layers.weights import NORMAL, weight
 from lora_tune.models.decoder import Decoder, DecoderOptions
+from lora_tune.models.inputs import LayerInputs
 from lora_tune.scan import plan_layers
 from lora_tune.training.state import split_model
 
@@ -93,7 +94,8 @@ def test_every_layer_meets_its_own_cache_and_writes_to_it(kinds, scan):
     grouped = group_caches(model.plan, flat)
     like = model.create_cache(1, 2)
     assert jax.tree.map(jnp.shape, grouped) == jax.tree.map(jnp.shape, like.layers)
-    h, after = model._run_layers(jnp.zeros((1, 1, 4)), None, grouped)
+    inputs = LayerInputs(jnp.ones((1, 1), jnp.int32), jnp.zeros((1, 1), jnp.int32))
+    h, after = model._run_layers(jnp.zeros((1, 1, 4)), inputs, None, grouped)
     assert np.all(np.asarray(h) == 0), "a layer read the cache of another"
     assert states(ungroup_caches(model.plan, after)) == [100 + i for i in range(len(kinds))]
 
