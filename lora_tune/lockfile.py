@@ -5,9 +5,10 @@
   over its size, its header (names, types, shapes and places of its tensors) and blocks of its
   content, evenly spread: 1 MiB of each file, so that 160 GB take seconds. A file of up to 1 MiB is
   read whole. A change between the blocks is not seen; the commit of a hub model covers it.
+* The adapter that a run starts from, in the same way.
 * Tokenizer and chat template; what the rows became (tokens, masks, order); versions of packages;
-  and the recipe, but for what decides no number: `output_dir`, `locked`, `train.resume`, `log` and
-  `distributed`.
+  and the recipe, but for what decides no number: `output_dir`, `locked`, `log`, `distributed` and
+  `train.resume`, unless that names a checkpoint.
 """
 
 import dataclasses
@@ -22,6 +23,8 @@ from typing import Any
 from lora_tune import __version__
 from lora_tune.errors import InputError
 from lora_tune.hf.folder import replace_file
+from lora_tune.hf.peft import WEIGHTS_FILE
+from lora_tune.hf.peft_config import CONFIG_FILE
 from lora_tune.prepare import Inputs
 from lora_tune.recipe import files as recipes
 from lora_tune.recipe import schema
@@ -61,6 +64,8 @@ def current(inputs: Inputs) -> Lock:
         "packages": versions(),
         "recipe": _recipe(recipe),
     }
+    if recipe.lora is not None and recipe.lora.adapter_path is not None:
+        lock["adapter"] = _adapter(Path(recipe.lora.adapter_path))
     return json.loads(json.dumps(lock))
 
 
@@ -115,7 +120,7 @@ def read(path: Path) -> Lock:
     """
     try:
         lock = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is no lock file: it is not JSON ({error})") from None
     if not isinstance(lock, dict) or lock.get("format") != _FORMAT:
         raise InputError(
@@ -155,11 +160,20 @@ def listed(found: list[str]) -> str:
 
 
 def changed_packages(run_dir: Path) -> str | None:
-    """One sentence on packages that a run folder was begun with in other versions, if any."""
+    """One sentence on packages that a run folder was begun with in other versions, if any.
+
+    A lock that cannot be read ends no run that goes on: the sentence says that instead.
+    """
     path = run_dir / NAME
     if not path.is_file():
         return None
-    found = differences(read(path).get("packages", {}), versions())
+    try:
+        packages = read(path).get("packages", {})
+    except (InputError, OSError):
+        packages = None
+    if not isinstance(packages, Mapping):
+        return f"note: {path} cannot be read, so versions are not compared with those before"
+    found = differences(packages, versions())
     return f"note: other versions than before: {listed(found)}" if found else None
 
 
@@ -186,6 +200,16 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{key}", item
 
 
+def _adapter(folder: Path) -> dict[str, str]:
+    """Hashes of an adapter's files; one that is missing is for whoever loads it to tell."""
+    hashes = {CONFIG_FILE: lambda path: _sha256(path.read_bytes()), WEIGHTS_FILE: weights_hash}
+    return {
+        name: made_of(folder / name)
+        for name, made_of in hashes.items()
+        if (folder / name).is_file()
+    }
+
+
 def _tokenizer(tokenizer: Any) -> dict[str, str | None]:
     """Hashes of a tokenizer's rules and of its chat template."""
     rules = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -203,7 +227,8 @@ def _recipe(recipe: schema.Recipe) -> dict[str, Any]:
     values = dataclasses.asdict(recipe)
     for key in ("output_dir", "locked", "log", "distributed"):
         del values[key]
-    del values["train"]["resume"]
+    if recipe.train.resume in ("auto", "never"):
+        del values["train"]["resume"]
     return values
 
 

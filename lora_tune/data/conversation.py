@@ -36,7 +36,7 @@ def messages(value: Any, *, where: str) -> list[Message]:
     (0 or 1) or `train` (true or false), is left in `weight` where it is 0.
     """
     if isinstance(value, str):
-        value = _json(value, "`messages`", where)
+        value = from_json(value, "`messages`", where)
     if not isinstance(value, list) or not value:
         raise InputError(f"{where}: expected a non-empty list of messages, got {short(value)}")
     return [_message(item, where=f"{where}, message {i}") for i, item in enumerate(value)]
@@ -73,7 +73,7 @@ def _set_role(message: Message, where: str) -> None:
         message.setdefault("content", message.pop("value", None))
         accepted += [*_OTHER_ROLES, _CALLS]
         if given == _CALLS:
-            calls = _json(message["content"], "`function_call`", where)
+            calls = from_json(message["content"], "`function_call`", where)
             message["tool_calls"] = calls if isinstance(calls, list) else [calls]
             message["content"], given = None, "assistant"
         given = _OTHER_ROLES.get(given, given) if isinstance(given, str) else given
@@ -169,7 +169,7 @@ def _arguments(value: Any, *, where: str) -> dict[str, Any]:
     """Undo every level of JSON encoding: some exporters encode twice."""
     decoded = {} if value in (None, "") else value
     while isinstance(decoded, str):
-        decoded = _json(decoded, "`arguments`", where)
+        decoded = from_json(decoded, "`arguments`", where)
     if not isinstance(decoded, Mapping):
         raise InputError(f"{where}: `arguments` must be a JSON object, got {short(value)}")
     return dict(decoded)
@@ -180,7 +180,7 @@ def tools(value: Any, *, where: str) -> list[dict[str, Any]] | None:
     if value is None or value == "":
         return None
     if isinstance(value, str):
-        value = _json(value, "`tools`", where)
+        value = from_json(value, "`tools`", where)
     if value is not None and (
         not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value)
     ):
@@ -188,7 +188,8 @@ def tools(value: Any, *, where: str) -> list[dict[str, Any]] | None:
     return [dict(tool) for tool in value] if value else None
 
 
-def _json(text: Any, what: str, where: str) -> Any:
+def from_json(text: Any, what: str, where: str) -> Any:
+    """The value of JSON text; `what` names it in the InputError that it is none."""
     if not isinstance(text, str):
         raise InputError(f"{where}: {what} must be JSON text, got {short(text)}")
     try:

@@ -4,6 +4,7 @@
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from lora_tune.data.conversation import from_json
 from lora_tune.errors import InputError
 
 Kind = Literal["messages", "prompt_completion", "text"]
@@ -57,7 +58,8 @@ def canonical(row: Mapping[str, Any], format: str, *, where: str) -> tuple[Kind,
     between them, are the user's message, `output` the assistant's and `system` the system's.
 
     Raises:
-        InputError: the row lacks a column, or an Alpaca column is no text.
+        InputError: the row lacks a column, an Alpaca column is no text, or a ShareGPT row has a
+            system message both as a column and as a turn.
     """
     if format not in FORMATS:
         raise InputError(f"{where}: data format {format!r} is unknown")
@@ -66,11 +68,7 @@ def canonical(row: Mapping[str, Any], format: str, *, where: str) -> tuple[Kind,
         found = ", ".join(f"`{column}`" for column in sorted(row)) or "no columns"
         raise InputError(f"{where}: column {names} is missing or null, found {found}")
     if format == "sharegpt":
-        system = _texts(row, ("system",), where)
-        turns = row["conversations"]
-        if system and isinstance(turns, list):
-            turns = [{"role": "system", "content": system[0]}, *turns]
-        return "messages", {"messages": turns, "tools": row.get("tools")}
+        return "messages", {"messages": _sharegpt(row, where), "tools": row.get("tools")}
     if format == "alpaca":
         return "messages", {"messages": _alpaca(row, where), "tools": row.get("tools")}
     kinds: Mapping[str, Kind] = {
@@ -79,6 +77,22 @@ def canonical(row: Mapping[str, Any], format: str, *, where: str) -> tuple[Kind,
         "text": "text",
     }
     return kinds[format], row
+
+
+def _sharegpt(row: Mapping[str, Any], where: str) -> Any:
+    system, turns = _texts(row, ("system",), where), row["conversations"]
+    if not system:
+        return turns
+    turns = from_json(turns, "`conversations`", where) if isinstance(turns, str) else turns
+    if not isinstance(turns, list):
+        return turns
+    roles = [turn.get("role", turn.get("from")) for turn in turns if isinstance(turn, Mapping)]
+    if "system" in roles:
+        raise InputError(
+            f"{where}: there is a `system` column and a system message in `conversations`; "
+            "remove one of the two"
+        )
+    return [{"role": "system", "content": system[0]}, *turns]
 
 
 def _alpaca(row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:

@@ -51,6 +51,7 @@ class Drop:
 
 
 _EMPTY = Drop("empty answer")
+_UNANSWERED = Drop("no answer after the last question")
 _CONTEXT_ONLY = Drop("every answer has weight 0")
 
 
@@ -58,7 +59,8 @@ _CONTEXT_ONLY = Drop("every answer has weight 0")
 class Encoded:
     """What one row became: its examples, what was dropped, and what truncation took away.
 
-    `trained_tokens` counts before truncation: those of the examples and the lost ones together.
+    `trained_tokens` counts before truncation, `lost_trained_tokens` what is cut off; those of the
+    examples are the difference, but counted on their own.
     `rewritten` counts turns that the chat template writes differently later (`turns.renderings`).
     """
 
@@ -93,8 +95,8 @@ class Encoder:
     messages) or `completion_only_loss` (rows of prompt and completion) what comes before an answer
     is trained as well, and a conversation is one rendering with one span. `mask_history` learns
     only what the assistant says after the last message of the user. `train_on_eos` says which
-    tokens that end a span (a turn or a text) are learned: "turn" those of trained turns, "last" the
-    last of these, "all" also those of other roles, "none" none. `reasoning` says what happens where
+    tokens that end a turn or a text are learned: "turn" those of trained turns, "last" the last of
+    these, "all" also those of other roles, "none" none. `reasoning` says what happens where
     the template rewrites earlier turns (`turns.renderings`); "drop" removes reasoning first. An
     answer without text is not learned, because its end alone would teach silence; a row that has
     no other is dropped.
@@ -123,7 +125,7 @@ class Encoder:
         """Encode one row; `where` names it in errors."""
         examples: list[Example] = []
         drops: list[Drop] = []
-        truncated = total = rewritten = 0
+        truncated = total = lost = rewritten = 0
         for whole in self._examples(row, where):
             if isinstance(whole, Drop):
                 drops.append(whole)
@@ -134,9 +136,9 @@ class Encoder:
                 kept = [piece for piece in pieces if piece.trained_tokens]
                 truncated += len(whole.tokens) > self.max_length
                 total += whole.trained_tokens
+                lost += self._lost(whole)
                 drops += [Drop(self._drop_reason(whole))] * (max(len(pieces), 1) - len(kept))
                 examples += kept
-        lost = total - sum(example.trained_tokens for example in examples)
         return Encoded(tuple(examples), tuple(drops), truncated, total, lost, rewritten)
 
     def _examples(self, row: Mapping[str, Any], where: str) -> Iterator[Example | Drop | int]:
@@ -176,16 +178,17 @@ class Encoder:
         if not self._answers_only:
             if not all(learned):
                 raise InputError(
-                    f"{where}: a message has weight 0, and data.assistant_only_loss: false learns "
+                    f"{where}: a message has weight 0, and data.{self._loss_key}: false learns "
                     "the whole conversation; remove one of the two"
                 )
             text = template.render(messages)
             rendered = [Rendering(text, ((0, len(text)),))]
         else:
-            said = self._turns(messages, first, where)
+            given = self._turns(messages, first, where)
+            said = [i for i in given if conversation.says_something(messages[i])]
             turns = [i for i in said if learned[i]]
             if not turns:
-                yield _CONTEXT_ONLY if said else _EMPTY
+                yield _CONTEXT_ONLY if said else _EMPTY if given else _UNANSWERED
             rendered, rewritten = renderings(template, messages, turns, reasoning=self.reasoning)
             yield rewritten
         for rendering in rendered:
@@ -194,7 +197,7 @@ class Encoder:
             yield example
 
     def _turns(self, messages: list[conversation.Message], first: int, where: str) -> list[int]:
-        """Numbers of the assistant's messages that say something, from message `first` on."""
+        """Numbers of the assistant's messages that may be learned, from message `first` on."""
         turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= first]
         if not turns:
             raise InputError(
@@ -204,7 +207,7 @@ class Encoder:
         if self.mask_history:
             asked = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=0)
             turns = [i for i in turns if i > asked]
-        return [i for i in turns if conversation.says_something(messages[i])]
+        return turns
 
     def _masked(self, rendering: Rendering, where: str) -> Example:
         cuts = [start for start, _ in rendering.spans]
@@ -226,12 +229,16 @@ class Encoder:
         """Set the mask bool [n] at the tokens that end turns, found at `ends`.
 
         A turn that ends with a special token and then white space ("<|im_end|>\\n") ends at that
-        token: the model is stopped there and never writes the rest.
+        token: the model is stopped there and never writes the rest. A whole conversation is one
+        span with one end; the ends of its turns are the same token.
         """
         if self.train_on_eos == "all":
             mask |= np.isin(tokens, tokens[ends])
         elif self.train_on_eos != "turn":
-            mask[ends if self.train_on_eos == "none" else ends[:-1]] = False
+            found = ends
+            if not self._answers_only:
+                found = np.flatnonzero(np.isin(tokens, tokens[ends]) & mask).tolist()
+            mask[found if self.train_on_eos == "none" else found[:-1]] = False
 
     def _plain(self, prompt: str, answer: str, *, where: str) -> Example:
         """Untemplated text that ends with the end-of-text token."""
@@ -301,6 +308,17 @@ class Encoder:
             for start in range(0, length - 1, limit - 1):
                 yield _cut(example, start, start + limit)
 
+    def _lost(self, whole: Example) -> int:
+        """Trained targets that truncation leaves out, counted in what it cuts off."""
+        limit, length = self.max_length, len(whole.tokens)
+        if length <= limit or self.truncation_strategy == "split":
+            return 0
+        # Nothing predicts the first token, neither of the whole nor of what is kept.
+        first, last = {"right": (limit, length), "left": (1, length - limit + 1)}.get(
+            self.truncation_strategy, (1, length)
+        )
+        return int(whole.mask[first:last].sum())
+
     def _drop_reason(self, whole: Example) -> str:
         if len(whole.tokens) <= self.max_length:
             return "nothing to predict"
@@ -309,10 +327,14 @@ class Encoder:
         return "no trained token left after truncation"
 
     @property
+    def _loss_key(self) -> str:
+        return (
+            "completion_only_loss" if self.format == "prompt_completion" else "assistant_only_loss"
+        )
+
+    @property
     def _answers_only(self) -> bool:
-        if self.format == "prompt_completion":
-            return self.completion_only_loss
-        return self.assistant_only_loss
+        return bool(getattr(self, self._loss_key))
 
     @cached_property
     def _begin(self) -> list[int]:

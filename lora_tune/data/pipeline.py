@@ -118,7 +118,7 @@ def encode_rows(
     drops: Counter[str] = Counter()
     problems = list(rows.bad.values())[:_SHOWN]
     totals: Counter[str] = Counter({"bad": len(rows.bad)})
-    for number, (where, fields) in enumerate(rows):
+    for number, (where, fields) in rows.numbered():
         try:
             encoded = encoder(fields, where=where)
         except RewrittenError:

@@ -43,9 +43,14 @@ class Rows:
         return self.count
 
     def __iter__(self) -> Iterator[Row]:
-        for where, fields in self._open():
+        for _, row in self.numbered():
+            yield row
+
+    def numbered(self) -> Iterator[tuple[int, Row]]:
+        """The rows, each with its number from 0 on among all rows, the bad ones included."""
+        for number, (where, fields) in enumerate(self._open()):
             if where not in self.bad:
-                yield where, _renamed(fields, self._columns)
+                yield number, (where, _renamed(fields, self._columns))
 
 
 def read(

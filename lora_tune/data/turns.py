@@ -141,7 +141,10 @@ def _served(template: Template, messages: list[Message], turn: int) -> tuple[str
 def _check_shown(message: Message, served: str, *, where: str) -> None:
     """Templates ignore fields they do not know; what they ignore would silently go untrained."""
     parts = [("reasoning_content", message.get("reasoning_content", ""))]
-    parts += [("tool_calls", c["function"]["name"]) for c in message.get("tool_calls", ())]
+    calls = message.get("tool_calls", ())
+    parts += [("tool_calls", call["function"]["name"]) for call in calls]
+    if calls:  # many templates write either
+        parts.append(("content", message["content"].rpartition("</think>")[2]))
     for field, text in parts:
         if text.strip() not in served:
             raise InputError(

@@ -2,6 +2,7 @@
 """Model cards, and the command that serves an adapter."""
 
 import re
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,10 +19,11 @@ def is_hub_id(name: str | None) -> bool:
 
 
 def serve_command(base: str, rank: int, adapter: str = ".") -> str:
-    """The vLLM command that serves an adapter of this rank (the largest in it)."""
+    """The vLLM command, for a shell, that serves an adapter of this rank (the largest in it)."""
     limit = next((r for r in VLLM_RANKS if r >= rank), VLLM_RANKS[-1])
     return (
-        f"vllm serve {base} --enable-lora --max-lora-rank {limit} --lora-modules adapter={adapter}"
+        f"vllm serve {shlex.quote(base)} --enable-lora --max-lora-rank {limit} "
+        f"--lora-modules adapter={shlex.quote(adapter)}"
     )
 
 

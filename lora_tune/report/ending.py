@@ -3,6 +3,7 @@
 
 import contextlib
 import dataclasses
+import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -51,8 +52,7 @@ def reported(run_dir: Path, summary: Mapping[str, Any], metrics: MetricsLog) -> 
     try:
         yield end
     except BaseException as error:
-        how = "tripwire" if isinstance(error, TripwireError) else "failed"
-        said = " ".join(str(error).split()) or type(error).__name__
+        how, said = _told(error)
         # Where this fails as well, the first error is the one to hear of.
         with contextlib.suppress(OSError, InputError):
             write(how, max((row["step"] for row in metrics.rows()), default=0), said[:2000])
@@ -61,6 +61,15 @@ def reported(run_dir: Path, summary: Mapping[str, Any], metrics: MetricsLog) -> 
         how = "finished" if end.interrupted is None else "interrupted"
         path = write(how, end.step, end.interrupted or "")
     metrics.note(f"wrote {path}")
+
+
+def _told(error: BaseException) -> tuple[str, str]:
+    """How a run ended that an error ended, and what the error says."""
+    if isinstance(error, KeyboardInterrupt):  # with the signal's number, or Python's own for SIGINT
+        number = next((n for n in error.args if n in list(signal.Signals)), signal.SIGINT)
+        return "interrupted", signal.Signals(number).name
+    said = " ".join(str(error).split()) or type(error).__name__
+    return "tripwire" if isinstance(error, TripwireError) else "failed", said
 
 
 def environment(mesh: Mesh | None) -> dict[str, str]:

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from lora_tune import words
-from lora_tune.errors import InputError
+from lora_tune.errors import InputError, short
 from lora_tune.hf.folder import replace_file
 from lora_tune.secrets import masked, masked_in
 from lora_tune.training.metrics import read_rows
@@ -18,6 +18,37 @@ from lora_tune.training.metrics import read_rows
 NAME = "report.html"
 SUMMARY = "summary.json"
 """What the report needs besides the log: data, devices, and how the run ended."""
+_NUMBER = int | float
+_SHAPES: Mapping[str, Any] = {
+    "recipe.yaml": {"model": {"path": str}},
+    SUMMARY: {
+        "total_steps": int,
+        "parameters": {"trained": int},
+        "data": {
+            "drops": {"*": int},
+            "packing_efficiency": _NUMBER,
+            "sources": [{"packing_efficiency": _NUMBER}],
+        },
+        "environment": {},
+        "ended": {"how": str, "step": int, "said": str},
+    },
+    "lock.json": {"model": {"base": str}, "packages": {}},
+    "metrics.jsonl": {
+        **dict.fromkeys(
+            ("loss", "eval_loss", "eval_accuracy", "tokens_per_second", "total_tokens"), _NUMBER
+        ),
+        "samples": [{"prompt": str, "answer": str}],
+    },
+    "adapter_config.json": {"base_model_name_or_path": str, "r": int, "rank_pattern": {"*": int}},
+}
+"""File -> types of what the report reads of it, "*" for any other key."""
+_WORDS = {
+    dict: "a mapping",
+    list: "a list",
+    str: "a text",
+    int: "an integer",
+    _NUMBER: "a number",
+}
 _KEYS = {"report": {"run": str}}
 _FOREIGN = {"output_dir": "run", "recipe": "run", "path": "run", "folder": "run"}
 
@@ -25,6 +56,8 @@ _FOREIGN = {"output_dir": "run", "recipe": "run", "path": "run", "folder": "run"
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
     """A run folder as its files tell, secrets masked; earlier versions lack some of the files.
+
+    What is null in a file is not there, and what the report reads has the type in `_SHAPES`.
 
     Attributes:
       path: the folder.
@@ -60,15 +93,19 @@ class RunFolder:
         recipe = _text(path / "recipe.yaml")
         try:
             settings = yaml.safe_load(recipe)
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise InputError(f"{path / 'recipe.yaml'} is not YAML ({error})") from None
         table = _text(path / "adapters.tsv") if (path / "adapters.tsv").is_file() else ""
         config = path / "adapter" / "adapter_config.json"
+        log = path / "metrics.jsonl"
         return cls(
             path,
             recipe,
-            settings if isinstance(settings, dict) else {},
-            masked_in(read_rows(path / "metrics.jsonl")),
+            _shaped(settings or {}, _SHAPES["recipe.yaml"], str(path / "recipe.yaml")),
+            [
+                _shaped(row, _SHAPES[log.name], f"{log}, step {row['step']}")
+                for row in masked_in(read_rows(log))
+            ],
             [line.split("\t") for line in table.splitlines()],
             _json(path / SUMMARY),
             _json(path / "lock.json"),
@@ -114,8 +151,26 @@ def _json(path: Path) -> dict[str, Any]:
         return {}
     try:
         found = json.loads(_text(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is not JSON ({error}); mend or remove it") from None
-    if not isinstance(found, dict):
-        raise InputError(f"{path} holds no JSON object; mend or remove it")
-    return found
+    return _shaped(found, _SHAPES[path.name], str(path))
+
+
+def _shaped(value: Any, shape: Any, where: str) -> Any:
+    """The value without what is null in it, if it has the types of `shape` (None: any).
+
+    Raises:
+      InputError: it has not; `where` names it.
+    """
+    kind = type(shape) if isinstance(shape, dict | list) else shape
+    if kind is not None and not isinstance(value, kind):
+        raise InputError(f"{where}: expected {_WORDS[kind]}, got {short(value)}; mend or remove it")
+    if isinstance(shape, dict):
+        return {
+            key: _shaped(item, shape.get(key, shape.get("*")), f"{where}: {key}")
+            for key, item in value.items()
+            if item is not None
+        }
+    if isinstance(shape, list):
+        return [_shaped(item, shape[0], where) for item in value]
+    return value

@@ -93,7 +93,7 @@ def page(run: RunFolder) -> str:
 def _parts(run: RunFolder, name: str) -> Iterator[str]:
     base = run.lock.get("model", {}).get("base") or run.settings.get("model", {}).get("path")
     yield f"<h1>{escape(name)}</h1>"
-    yield f'<p class="soft">A run of lora-tune on {escape(str(base))}</p>'
+    yield f'<p class="soft">A run of lora-tune on {escape(base or "an unknown base")}</p>'
     yield _ended(run)
     yield _tiles(run)
     drawn = "".join(curve(run.rows, key, title=title) for key, title in _CURVES)
@@ -114,17 +114,19 @@ def ended(run: RunFolder) -> tuple[str, str]:
     """How a run ended: a key of `_ENDS` or "unknown", and a sentence."""
     end, total = run.summary.get("ended"), run.summary.get("total_steps")
     last = max((row["step"] for row in run.rows), default=0)
+    of = "" if total is None else f" of {total:,}"
     if end:
-        of = "" if total is None else f" of {total:,}"
+        how = end.get("how", "")
+        words = _ENDS.get(how, f"Ended in a way that this version does not know ({how!r})")
         said = f": {end['said']}" if end.get("said") else ""
-        return end["how"], f"{_ENDS[end['how']]} after step {end['step']:,}{of}{said}"
+        after = f"after step {end.get('step', last):,}{of}{said}"
+        return how if how in _ENDS else "unknown", f"{words} {after}"
     if not run.summary:
         if run.adapter is not None or run.merged:
             return "finished", f"Finished; the last step in its log is {last:,}"
         return "unknown", f"Its end was not recorded; the last step in its log is {last:,}"
     return "unknown", (
-        f"Not at its end: it still runs, or was killed; the last step in its log is {last:,} of "
-        f"{total:,}"
+        f"Not at its end: it still runs, or was killed; the last step in its log is {last:,}{of}"
     )
 
 
@@ -134,17 +136,16 @@ def _ended(run: RunFolder) -> str:
 
 
 def _tiles(run: RunFolder) -> str:
-    steps = [row for row in run.rows if "loss" in row]
-    evaluations = [row for row in run.rows if "eval_loss" in row]
+    steps = [row for row in run.rows if "tokens_per_second" in row]
     tiles = [("steps", f"{max((row['step'] for row in run.rows), default=0):,}")]
-    tiles += _change(steps, "loss", "training loss")
-    tiles += _change(evaluations, "eval_loss", "evaluation loss")
-    tiles += _change(evaluations, "eval_accuracy", "answers right", percent=True)
+    tiles += _change(run.rows, "loss", "training loss")
+    tiles += _change(run.rows, "eval_loss", "evaluation loss")
+    tiles += _change(run.rows, "eval_accuracy", "answers right", percent=True)
     if steps:
         tiles.append(("tokens", f"{steps[-1].get('total_tokens', 0):,}"))
         tiles.append(("tokens per second, last", number(steps[-1]["tokens_per_second"])))
     parameters = run.summary.get("parameters")
-    if parameters:
+    if parameters and "trained" in parameters:
         tiles.append(("parameters trained", f"{parameters['trained']:,}"))
     cells = "".join(f"<div><span>{escape(n)}</span><b>{escape(v)}</b></div>" for n, v in tiles)
     return f'<div class="tiles">{cells}</div>'
@@ -153,7 +154,7 @@ def _tiles(run: RunFolder) -> str:
 def _change(
     rows: Sequence[Mapping[str, Any]], key: str, name: str, *, percent: bool = False
 ) -> list[tuple[str, str]]:
-    values = [row[key] for row in rows if row.get(key) is not None]
+    values = [row[key] for row in rows if key in row]
     if not values:
         return []
     ends = [
@@ -169,13 +170,13 @@ def _samples(rows: Iterable[Mapping[str, Any]]) -> str:
     if not found:
         return ""
     first, last = found[0], found[-1]
-    after = {sample["prompt"]: sample for sample in last["samples"]}
+    after = {sample.get("prompt"): sample for sample in last["samples"]}
     head = ["Prompt", f"After step {first['step']:,}", f"After step {last['step']:,}", "Expected"]
     lines = []
     for sample in first["samples"]:
-        then = after.get(sample["prompt"], {})
-        answers = (sample["answer"], then.get("answer", ""))
-        lines.append([sample["prompt"], *answers, sample.get("expected", "")])
+        asked = sample.get("prompt", "")
+        answers = (sample.get("answer", ""), after.get(asked, {}).get("answer", ""))
+        lines.append([asked, *answers, sample.get("expected", "")])
     return _table(head, lines, kind="said")
 
 
@@ -191,7 +192,7 @@ def _data(data: Mapping[str, Any]) -> str:
     if len(sources) > 1:
         head = [key for key, value in sources[0].items() if _is_fact(value)]
         head = [key for key in head if key != "packing_efficiency"]  # of all sources together
-        lines = [[_fact(key, source[key]) for key in head] for source in sources]
+        lines = [[_fact(key, source.get(key, "")) for key in head] for source in sources]
         table = _table([key.replace("_", " ") for key in head], lines)
     return _facts(facts) + table
 
@@ -222,8 +223,9 @@ def _uses(run: RunFolder) -> Iterator[str]:
             f"model = PeftModel.from_pretrained(base, {adapter!r})",
         ]
         yield _code("In Python, with PEFT", "\n".join(lines))
-        served = serve_command(base, largest_rank(run.adapter), shlex.quote(adapter))
-        yield _code("Served by vLLM", served)
+        if "r" in run.adapter:
+            rank = largest_rank({"rank_pattern": {}, **run.adapter})
+            yield _code("Served by vLLM", serve_command(base, rank, adapter))
     if run.merged:
         yield _code(
             "The merged model, served by vLLM",

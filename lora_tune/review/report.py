@@ -3,7 +3,7 @@
 
 import unicodedata
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -35,7 +35,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that is shown of the data of a recipe."""
+    """Everything that is shown of the data of a recipe, its texts `printable`."""
 
     title: str
     sources: tuple[DataReport, ...]
@@ -61,14 +61,17 @@ def make(data: Data, tokenizer: Any, *, title: str, rows: int, max_overlap: floa
     ids = np.array([i for row in order for i in row])
     taken = np.bincount(np.searchsorted(edges, ids, side="right"), minlength=len(edges))
     return Report(
-        title=title,
-        sources=dataset.examples.sources,
+        title=printable(title),
+        sources=tuple(replace(s, source=printable(s.source)) for s in dataset.examples.sources),
         total=dataset.report,
         held_out=None if data.held_out is None else data.held_out.report,
         taken=tuple(taken.tolist()),
         lengths=tuple(bars(dataset.examples.lengths)),
         sequences=len(order),
-        checks=tuple(run(data, tokenizer, max_overlap=max_overlap)),
+        checks=tuple(
+            replace(check, text=printable(check.text))
+            for check in run(data, tokenizer, max_overlap=max_overlap)
+        ),
         rows=tuple(tuple(pieces(dataset, row, tokenizer)) for row in order[:rows]),
     )
 

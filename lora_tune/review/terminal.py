@@ -31,12 +31,13 @@ def show(report: Report, console: Console | None = None) -> None:
 
 
 def _sources(report: Report) -> Table:
-    table = Table(title=report.title, title_justify="left", box=None, pad_edge=False)
+    title = Text(report.title, "table.title")
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for name in ("source", "rows", "examples", "an epoch", "tokens", "trained", "dropped"):
         left = name == "source"
         table.add_column(name, justify="left" if left else "right", overflow="fold")
     for source, taken in zip(report.sources, report.taken, strict=True):
-        table.add_row(*cells(source, f"{taken:,}"))
+        table.add_row(*map(Text, cells(source, f"{taken:,}")))
     if len(report.sources) > 1:
         total = cells(report.total, f"{sum(report.taken):,}")
         table.add_row("all", *total[1:], style="bold")

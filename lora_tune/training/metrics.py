@@ -152,7 +152,7 @@ def read_rows(path: Path | str) -> list[dict[str, Any]]:
         try:
             row = json.loads(line)
             row["step"] = int(row["step"])
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             raise InputError(
                 f"line {number} of {path} is not a JSON object with a step; "
                 "mend or remove that line, or set another output_dir"

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a lock holds, and what it takes for a change."""
 
+import dataclasses
 import json
 from importlib import metadata
 from pathlib import Path
@@ -87,6 +88,25 @@ def test_every_change_is_told(folder):
     assert "model.config.json was " in told()
 
 
+def test_a_start_is_held_by_its_content(folder):
+    path, adapter = folder / "run" / "lock.json", folder / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    save_file({"a": np.zeros(8, np.float32)}, adapter / "adapter_model.safetensors")
+    started = recipe.Recipe(output_dir="x", lora=recipe.Lora(adapter_path=str(adapter)))
+    lockfile.write(folder / "run", lockfile.current(inputs(folder, recipe=started)))
+    lockfile.check(path, lockfile.current(inputs(folder, recipe=started)))
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        before = (adapter / name).read_bytes()
+        (adapter / name).write_bytes(before + b" ")
+        with pytest.raises(InputError, match=rf"the run is not that of .*: adapter\.{name} was "):
+            lockfile.check(path, lockfile.current(inputs(folder, recipe=started)))
+        (adapter / name).write_bytes(before)
+    resumed = dataclasses.replace(started, train=recipe.Train(resume="other/run"))
+    with pytest.raises(InputError, match=r'train\.resume was not there, is "other/run"'):
+        lockfile.check(path, lockfile.current(inputs(folder, recipe=resumed)))
+
+
 def test_what_decides_no_number_is_no_change(folder):
     lockfile.write(folder / "run", lockfile.current(inputs(folder)))
     log = recipe.Log(every=3, report_to="tensorboard")
@@ -152,3 +172,11 @@ def test_other_packages_are_told_when_a_run_goes_on(folder):
     assert (
         said == f'note: other versions than before: jax was "0.1", is "{metadata.version("jax")}"'
     )
+
+
+@pytest.mark.parametrize("content", ["{", '{"format": 2}', '{"format": 1, "packages": 3}'])
+def test_a_lock_that_cannot_be_read_ends_no_run_that_goes_on(folder, content):
+    (folder / "run" / "lock.json").write_text(content)
+    said = lockfile.changed_packages(folder / "run")
+    assert said is not None
+    assert "lock.json cannot be read, so versions are not compared" in said

@@ -185,6 +185,30 @@ def test_train_on_eos_says_which_turn_ends_are_learned(which, trained):
     assert plain.examples[0].mask.tolist() == [True, True, which != "none"]
 
 
+@pytest.mark.parametrize("format", ["messages", "prompt_completion"])
+@pytest.mark.parametrize(
+    ("which", "learned"), [("turn", [1, 1, 1, 1]), ("last", [0, 0, 0, 1]), ("none", [0, 0, 0, 0])]
+)
+def test_train_on_eos_holds_for_whole_conversations(which, learned, format):
+    tok = qwen(CHATML_TEMPLATE)
+    messages = [user("a"), assistant("b"), user("c"), assistant("d")]
+    row = {"messages": messages, "prompt": messages[:3], "completion": messages[3:]}
+    options = {"assistant_only_loss": False, "completion_only_loss": False, "train_on_eos": which}
+    (example,) = encode(row, tok, format=format, max_length=99, **options).examples
+    ends = example.tokens == tok.eos_token_id
+    assert example.mask[ends].tolist() == [bool(on) for on in learned]
+    assert example.mask[~ends][:-1].all()  # all but the line break after the last end
+
+
+def test_mask_history_without_an_answer_to_the_last_question_has_its_own_reason():
+    tok = qwen(CHATML_TEMPLATE)
+    messages = [user("a"), assistant("b"), user("c")]
+    encoded = chat(messages, tok, mask_history=True)
+    assert [drop.reason for drop in encoded.drops] == ["no answer after the last question"]
+    encoded = chat([*messages, assistant("")], tok, mask_history=True)
+    assert [drop.reason for drop in encoded.drops] == ["empty answer"]
+
+
 def test_mask_history_learns_what_follows_the_last_question():
     tok = qwen()
     messages = [
@@ -213,6 +237,10 @@ def test_a_message_of_weight_zero_is_context(field, no, yes):
     assert (encoded.examples, encoded.drops[0].reason) == ((), "every answer has weight 0")
     with pytest.raises(InputError, match=r"weight 0.*assistant_only_loss: false"):
         chat(turns, tok, assistant_only_loss=False)
+    row = {"prompt": turns[:3], "completion": turns[3:]}
+    options = {"format": "prompt_completion", "max_length": 99, "completion_only_loss": False}
+    with pytest.raises(InputError, match=r"weight 0.*data\.completion_only_loss: false"):
+        encode(row, tok, **options)
 
 
 # A template that rewrites earlier turns: what is to happen is for the user to say.
@@ -477,6 +505,19 @@ def test_tool_turns_of_sharegpt_are_calls_and_responses():
     ]
 
 
+@pytest.mark.parametrize("form", [list, json.dumps])
+def test_a_sharegpt_row_has_one_system_message(form):
+    tok = qwen(CHATML_TEMPLATE)
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    options = {"format": "sharegpt", "max_length": 99}
+    row = {"conversations": form(turns), "system": "Sum"}
+    (pieces,) = shown(encode(row, tok, **options), tok)
+    assert pieces[0][0].startswith("<|im_start|>system\nSum<|im_end|>")
+    row["conversations"] = form([{"from": "system", "value": "Add"}, *turns])
+    with pytest.raises(InputError, match="`system` column and a system message"):
+        encode(row, tok, **options)
+
+
 def test_messages_may_be_json_text():
     messages = [user("a"), assistant("b")]
     assert conversation.messages(json.dumps(messages), where="r") == messages
@@ -555,6 +596,21 @@ def test_a_template_that_loses_what_the_row_has_is_an_error():
         chat([user("a"), assistant("b", tool_calls=[call("lookup", {})])], plain)
     with pytest.raises(InputError, match="does not show the `tools`"):
         chat([user("a"), assistant("b")], plain, tools=[{"name": "f"}])
+
+
+def test_a_template_that_writes_either_text_or_calls_is_an_error():
+    either = qwen(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.tool_calls %}"
+        "{{ m.tool_calls[0].function.name }}{% else %}{{ m.content }}{% endif %}<|im_end|>"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    calls = {"tool_calls": [call("lookup", {})]}
+    with pytest.raises(InputError, match=r"^f\.jsonl:7, message 1: .*not show the `content`"):
+        chat([user("a"), assistant("Let me look.", **calls)], either)
+    (pieces,) = shown(chat([user("a"), assistant("", **calls)], either), either)
+    assert pieces[-1] == ("lookup<|im_end|>", True)
+    thought = assistant("<think>\nwhy\n</think>\n\nLet me look.", **calls)
+    assert "Let me look." in shown(chat([user("a"), thought], qwen()), qwen())[0][1][0]
 
 
 def test_an_empty_mask_and_a_full_mask_are_errors():

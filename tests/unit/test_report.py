@@ -4,6 +4,7 @@
 import html
 import json
 import re
+import shlex
 import shutil
 import subprocess
 from html.parser import HTMLParser
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from lora_tune import cli
+from lora_tune.hf.card import serve_command
 from lora_tune.report.curves import curve, number, thinned, ticks
 from lora_tune.report.ending import reported
 from lora_tune.report.folder import write_report
@@ -156,12 +158,59 @@ def test_a_damaged_file_is_named_and_the_old_report_stays(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("summary.json", '{"data": 3}', "summary.json: data: expected a mapping, got 3"),
+        ("summary.json", '{"total_steps": "x"}', "total_steps: expected an integer, got 'x'"),
+        ("summary.json", '{"ended": {"how": [], "step": 1}}', "ended: how: expected a text"),
+        ("summary.json", '{"data": {"sources": [1, 2]}}', "data: sources: expected a mapping"),
+        ("summary.json", '{"data": {"drops": {"a": "b"}}}', "drops: a: expected an integer"),
+        ("lock.json", '{"model": []}', "lock.json: model: expected a mapping, got []"),
+        ("recipe.yaml", "model: 7", "recipe.yaml: model: expected a mapping, got 7"),
+        ("recipe.yaml", "a: 2000-99-99", "recipe.yaml is not YAML"),
+        ("metrics.jsonl", '{"step": 3, "loss": "x"}\n', "metrics.jsonl, step 3: loss: expected a"),
+        ("metrics.jsonl", '{"step": 1e999}\n', "line 1 of"),
+        ("adapter/adapter_config.json", '{"r": "x"}', "r: expected an integer, got 'x'"),
+    ],
+)
+def test_what_has_another_type_is_named(tmp_path, capsys, file, content, said):
+    folder = write_run(tmp_path / "run")
+    (folder / file).write_text(content)
+    assert cli.main(["report", f"run={folder}"]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("summary", "said"),
+    [
+        ({**dict.fromkeys(SUMMARY), "total_steps": 40}, "Not at its end"),
+        ({"parameters": {}, "ended": None}, "the last step in its log is 30"),
+        ({"ended": {"how": "paused"}}, "a way that this version does not know ('paused') after"),
+        ({"data": {"sources": [{"a": 1, "b": 2}, {"a": 1}]}}, "Not at its end"),
+    ],
+)
+def test_what_is_null_or_not_known_is_left_out(tmp_path, capsys, summary, said):
+    folder = write_run(tmp_path / "run", summary=summary)
+    (folder / "lock.json").write_text('{"model": null, "packages": null}')
+    (folder / "recipe.yaml").write_text("model: null\n")
+    (folder / "adapter" / "adapter_config.json").write_text('{"rank_pattern": null}')
+    (folder / "metrics.jsonl").write_text('{"step": 30, "samples": [{}, {}]}\n')
+    assert cli.main(["report", f"run={folder}"]) == 0, capsys.readouterr().err
+    page = (folder / "report.html").read_text()
+    assert said in Text(page).shown
+    assert 'class="ended unknown"' in page
+
+
+@pytest.mark.parametrize(
     ("error", "how"),
     [
         (None, "finished"),
         ("SIGINT", "interrupted"),
         (TripwireError(f"the loss is nan, {TOKEN}"), "tripwire"),
-        (KeyboardInterrupt(), "failed"),
+        (KeyboardInterrupt(), "interrupted"),
+        (KeyboardInterrupt(15), "interrupted"),
         (OSError(28, "No space left"), "failed"),
     ],
 )
@@ -188,6 +237,15 @@ def test_however_a_run_ends_it_leaves_a_report(tmp_path, error, how):
     assert (ended["how"], ended["step"]) == (how, 30 if isinstance(error, BaseException) else 31)
     assert TOKEN not in (folder / "summary.json").read_text()
     assert f'class="ended {how}"' in (folder / "report.html").read_text()
+    if isinstance(error, KeyboardInterrupt):
+        assert ended["said"] == ("SIGTERM" if error.args else "SIGINT")
+
+
+def test_the_served_command_is_words_of_a_shell():
+    command = serve_command("./my base; rm", 8, "a b")
+    words = shlex.split(command)
+    assert words[:3] == ["vllm", "serve", "./my base; rm"]
+    assert words[-1] == "adapter=a b"
 
 
 def test_a_curve_keeps_every_peak_and_both_ends():

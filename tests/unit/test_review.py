@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 
 from lora_tune import cli
 from lora_tune.data import batch
+from lora_tune.data.messages import Encoder, Example
 from lora_tune.review import page, report
 from lora_tune.review.report import Bar, Piece, bars, printable
 
@@ -85,6 +87,58 @@ def test_what_is_lost_is_counted(data):
     assert "1 no trained token left after truncation, 1 malformed row" in dropped
     assert "train.jsonl:6: expected a non-empty list of messages" in line(output, "malformed")
     assert line(output, "truncated").startswith("warning truncated      2 examples")
+
+
+def test_a_sequence_names_the_row_that_it_comes_from(data):
+    rows = [{"messages": None}, {"messages": 3}, *ROWS]
+    _, output, _ = data(rows, "data.on_bad_row=drop", "data.shuffle=false", "rows=9")
+    assert [f"train.jsonl, row {n} ──" in output for n in range(1, 6)] == [False] * 2 + [True] * 3
+
+
+def test_tokens_that_encoding_loses_are_an_error(data, monkeypatch):
+    fit = Encoder._fit
+
+    def lossy(self, whole):
+        for piece in fit(self, whole):
+            mask = piece.mask.copy()
+            mask[np.flatnonzero(mask)[-1]] = False
+            yield Example(piece.tokens, mask)
+
+    monkeypatch.setattr(Encoder, "_fit", lossy)
+    for strategy in ("right", "left", "split"):
+        status, output, _ = data(ROWS, f"data.truncation_strategy={strategy}")
+        assert status == 1
+        assert line(output, "conservation").startswith("error")
+
+
+@pytest.mark.parametrize("strategy", ["right", "left", "split", "delete"])
+def test_what_truncation_takes_is_no_error(data, strategy):
+    rows = [*ROWS, chat("the dog", "ya doku " * 40)]
+    status, output, _ = data(
+        rows, f"data.truncation_strategy={strategy}", "data.max_length=24", "data.shuffle=false"
+    )
+    assert status == 0
+    assert line(output, "conservation").startswith("ok")
+    assert (" 0 lost" in line(output, "conservation")) == (strategy == "split")
+
+
+@pytest.mark.parametrize("name", ["x[/b]y.jsonl", "part-[ab]*.jsonl", "z*.jsonl"])
+def test_names_of_files_are_no_markup_and_steer_nothing(tmp_path, capsys, name):
+    file = tmp_path / name.replace("[ab]*", "a").replace("*", "\x1b[31m\udc80")
+    file.parent.mkdir(exist_ok=True)
+    write(file, [*ROWS, {"messages": 3}])
+    recipe, html = tmp_path / "r[b].yaml", tmp_path / "a.html"
+    recipe.write_text(
+        "model: {path: 'lora_tune:tiny-qwen3-next'}\noutput_dir: x\neval: {num_samples: 0}\n"
+    )
+    words = [f"recipe={recipe}", f"data.path={tmp_path / name}", "data.on_bad_row=drop", "rows=1"]
+    words += ["train.max_steps=1", f"html={html}"]
+    assert cli.main(["data", *words]) == 0, capsys.readouterr().err
+    for text in (capsys.readouterr().out, unescape(html.read_text())):
+        assert f"Data of {recipe}" in text.replace("\n", "")
+        assert text.replace("\n", "").count(str(tmp_path / name)) >= 2  # in table and sequence
+        assert printable(f"{file}:4: ") in text
+        assert "\x1b" not in text
 
 
 def test_tokens_that_packing_loses_are_an_error(data, monkeypatch):
