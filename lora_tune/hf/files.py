@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,10 @@ from lora_tune.hf.tensors import Tensor
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_MOST_EXPERTS = 2**16
+"""Of a fused tensor; one that says more is not taken apart, and so unknown to every model."""
+_MOST_JSON = 10**8
+"""Bytes of a JSON file."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,9 +85,9 @@ def open_checkpoint(
             other = found[tensor.name]
             problems.append(f"{tensor.where} is also in {other.file.name}{_as(other, tensor)}")
         found[tensor.name] = tensor
-    if index is not None:
-        problems += _index_problems(folder, index["weight_map"], stored)
-    raise_listed(f"{folder}: damaged checkpoint ({remedy(folder)})", problems)
+    in_index = () if index is None else _index_problems(folder, index["weight_map"], stored)
+    what = f"{folder}: damaged checkpoint ({remedy(folder)})"
+    raise_listed(what, itertools.chain(problems, in_index))
     return Checkpoint(folder, found, files, parts, metadata, index)
 
 
@@ -109,6 +113,8 @@ def _cut(tensor: Tensor, fused: Sequence[tuple[str, Sequence[str]]]) -> tuple[Te
     if not names or len(tensor.shape) != 3 or not tensor.nbytes or tensor.shape[1] % len(names):
         return ()
     experts, rows, columns = tensor.shape
+    if experts > _MOST_EXPERTS:
+        return ()
     stored_home = tensor.stored.rpartition(".")[0]
     size = tensor.nbytes // (experts * len(names))
     return tuple(
@@ -129,27 +135,45 @@ def _as(other: Tensor, tensor: Tensor) -> str:
 
 
 def weights_size(folder: Path) -> int:
-    """Bytes of all safetensors files in a folder."""
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    """Bytes of a model's safetensors files; other files of weights beside them are not read.
+
+    Raises:
+      InputError: a broken index.
+    """
+    if not any((folder / name).exists() for name in (SINGLE, INDEX)):
+        return 0
+    files = (folder / name for name in _shards(folder)[0])
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
-def raise_listed(what: str, problems: list[str], *, most: int = 20) -> None:
+def raise_listed(what: str, problems: Iterable[str], *, most: int = 20) -> None:
     """Raises one InputError for all problems, naming the first `most` of them; none is fine."""
-    if problems:
-        more = f"; and {len(problems) - most} more" if len(problems) > most else ""
-        raise InputError(f"{what}: " + "; ".join(problems[:most]) + more)
+    each = iter(problems)
+    first = list(itertools.islice(each, most))
+    if first:
+        left = sum(1 for _ in each)
+        more = f"; and {left} more" if left else ""
+        raise InputError(f"{what}: " + "; ".join(first) + more)
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file.
 
     Raises:
-      InputError: the file is missing, is not JSON, or holds something else.
+      InputError: the file is missing, too large, not JSON, or holds something else.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            raw = file.read(_MOST_JSON + 1)
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from error
+    if len(raw) > _MOST_JSON:
+        raise InputError(
+            f"{path}: is larger than {_MOST_JSON // 10**6} MB, which no file of a model "
+            "is; copy or download it again"
+        )
+    try:
+        content = json.loads(raw.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: is not valid JSON ({error})") from error
     if not isinstance(content, dict):
@@ -172,6 +196,7 @@ def _shards(folder: Path) -> tuple[list[str], dict[str, Any] | None]:
         raise InputError(
             f"{folder}: has neither {SINGLE} nor {INDEX}; only safetensors weights can be read"
         )
+    check_inside(index_path, folder)
     index = read_json(index_path)
     weights = index.get("weight_map")
     if not isinstance(weights, dict) or not weights:
@@ -190,13 +215,12 @@ def _shards(folder: Path) -> tuple[list[str], dict[str, Any] | None]:
 
 def _index_problems(
     folder: Path, weights: Mapping[str, str], found: Mapping[str, Tensor]
-) -> list[str]:
+) -> Iterator[str]:
     where = folder / INDEX
-    problems = []
     for name, file in weights.items():
         if name not in found:
-            problems.append(f"{where} lists {shown(name)}, which {file} does not hold")
+            yield f"{where} lists {shown(name)}, which {file} does not hold"
         elif (holder := found[name].file.name) != file:
-            problems.append(f"{where} lists {shown(name)} in {file}, it lies in {holder}")
-    extra = [tensor for name, tensor in found.items() if name not in weights]
-    return problems + [f"{tensor.where} is not in {INDEX}" for tensor in extra]
+            yield f"{where} lists {shown(name)} in {file}, it lies in {holder}"
+    extra = (tensor for name, tensor in found.items() if name not in weights)
+    yield from (f"{tensor.where} is not in {INDEX}" for tensor in extra)

@@ -5,7 +5,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lora_tune.errors import InputError
@@ -32,10 +32,13 @@ def new_folder(out_dir: Path, *, kind: str, size: int = 0) -> Iterator[Path]:
     """
     out_dir = Path(os.path.abspath(out_dir))
     check_replaceable(out_dir, kind=kind)
-    check_space(out_dir, size)
     partial, old = (out_dir.with_name(f".{out_dir.name}.{end}") for end in ("partial", "old"))
+    # What a run that was killed left behind would take the room of this one.
+    shutil.rmtree(partial, ignore_errors=True)
+    if out_dir.exists():
+        shutil.rmtree(old, ignore_errors=True)
+    check_space(out_dir, size)
     try:
-        shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         yield partial
         (partial / MARKER).write_text(json.dumps({"kind": kind}) + "\n", encoding="utf-8")
@@ -49,7 +52,6 @@ def new_folder(out_dir: Path, *, kind: str, size: int = 0) -> Iterator[Path]:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         if out_dir.exists():
-            # Also what a swap that was killed half way left behind.
             shutil.rmtree(old, ignore_errors=True)
 
 
@@ -194,22 +196,35 @@ def _kind(folder: Path) -> str | None:
     return found.get("kind") if isinstance(found, dict) else None
 
 
-def copy_companions(source: Path, target: Path, *, skip: tuple[str, ...] = ()) -> None:
-    """Copies what belongs to a model beside its weights: configuration, tokenizer, templates.
+def check_companions(source: Path, *, skip: Sequence[str] = ()) -> None:
+    """Checks what `copy_companions` would copy.
 
     Raises:
       InputError: one of them is a link out of the folder: what it leads to is not the model's.
     """
+    for file in (*_companions(source, skip), *(source / _TEMPLATES).rglob("*")):
+        check_inside(file, source)
+
+
+def copy_companions(source: Path, target: Path, *, skip: Sequence[str] = ()) -> None:
+    """Copies what belongs to a model beside its weights: configuration, tokenizer, templates.
+
+    Raises:
+      InputError: as of `check_companions`.
+    """
+    check_companions(source, skip=skip)
+    for file in _companions(source, skip):
+        shutil.copyfile(file, target / file.name)
+    if (source / _TEMPLATES).is_dir():
+        shutil.copytree(source / _TEMPLATES, target / _TEMPLATES)
+
+
+def _companions(source: Path, skip: Sequence[str]) -> Iterator[Path]:
     for file in sorted(source.iterdir()):
         wanted = file.suffix in _COPIED or file.name.startswith("LICENSE")
         index = file.name.endswith(".index.json") or file.name.startswith("adapter_")
         if file.is_file() and wanted and not index and file.name not in (*skip, MARKER):
-            check_inside(file, source)
-            shutil.copyfile(file, target / file.name)
-    if (source / _TEMPLATES).is_dir():
-        for file in (source / _TEMPLATES).rglob("*"):
-            check_inside(file, source)
-        shutil.copytree(source / _TEMPLATES, target / _TEMPLATES)
+            yield file
 
 
 def _sync(folder: Path) -> None:

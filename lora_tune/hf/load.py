@@ -12,9 +12,10 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
+from lora_tune import distributed
 from lora_tune.errors import shown
 from lora_tune.hf.files import Checkpoint, open_checkpoint, raise_listed
-from lora_tune.hf.table import Cell, Family, Leaf, Path, base_params, bind, make_array
+from lora_tune.hf.table import Cell, Family, Leaf, Path, base_params, bind, make_array, shares
 from lora_tune.hf.tensors import (
     CHUNK,
     DTYPES,
@@ -54,7 +55,8 @@ def load_params(
       folder: `model.safetensors`, or shards with `model.safetensors.index.json`.
       dtype: type of the arrays, None for the model's own.
       shardings: where each parameter goes, by path; those left out go to the default device.
-      progress: called with (bytes done, bytes in all), once for each tensor.
+      progress: called in the first process with (bytes done, bytes in all) of what it reads
+        itself, once for each tensor.
 
     Returns:
       A state of the structure and metadata of the model's base parameters, for `nnx.update`.
@@ -67,8 +69,8 @@ def load_params(
     checkpoint = open_base(folder, family)
     check_tensors(checkpoint, leaves, family)
     variables, shardings = base_params(model), shardings or {}
-    names = (name for leaf in leaves for name in leaf.names.ravel())
-    tell = counted(progress, sum(checkpoint.tensors[name].nbytes for name in names))
+    parts = (_own_bytes(leaf, shardings.get(leaf.path), checkpoint.tensors) for leaf in leaves)
+    tell = counted(progress if distributed.is_first() else None, sum(parts))
     loaded = {}
     with reading() as (reader, pool):
         loader = Loader(checkpoint, reader, pool, tell)
@@ -93,19 +95,24 @@ def check_tensors(checkpoint: Checkpoint, leaves: Sequence[Leaf], family: Family
     Raises:
       InputError: naming every tensor that is missing, unknown, or of the wrong shape or type.
     """
+    raise_listed(
+        f"{checkpoint.folder}: the checkpoint does not fit the model",
+        _problems(checkpoint, leaves, family),
+    )
+
+
+def _problems(checkpoint: Checkpoint, leaves: Sequence[Leaf], family: Family) -> Iterator[str]:
     expected = {name: leaf.hf_shape for leaf in leaves for name in leaf.names.ravel()}
     present = checkpoint.tensors
-    problems = [f"{name} is missing" for name in expected if name not in present]
+    yield from (f"{name} is missing" for name in expected if name not in present)
     head, embedding = _tied_names(leaves, family)
     for name, tensor in present.items():
         if name in expected:
-            problems += _tensor_problems(tensor, expected[name])
+            yield from _tensor_problems(tensor, expected[name])
         elif name == head:
-            problems += _tied_problems(tensor, present.get(embedding))
+            yield from _tied_problems(tensor, present.get(embedding))
         elif not _is_ignored(name, family):
-            where = f"{shown(tensor.stored)} in {tensor.file.name}"
-            problems.append(f"{where} is unknown to this model")
-    raise_listed(f"{checkpoint.folder}: the checkpoint does not fit the model", problems)
+            yield f"{shown(tensor.stored)} in {tensor.file.name} is unknown to this model"
 
 
 def open_base(folder: FilePath | str, family: Family) -> Checkpoint:
@@ -131,6 +138,18 @@ def ignored_tensors(folder: FilePath | str, family: Family) -> list[Tensor]:
         for tensor in tensors
         if _is_ignored(tensor.name, family)
     ]
+
+
+def _own_bytes(
+    leaf: Leaf, sharding: jax.sharding.Sharding | None, tensors: Mapping[str, Tensor]
+) -> int:
+    """Bytes of the files that this process fills its shares of a parameter from."""
+    total = 0
+    for ranges in shares(leaf.shape, sharding):
+        each = math.prod(len(ranges[i]) for i in leaf.inner_axes)
+        stacked = np.asarray(leaf.names[np.ix_(*(ranges[i] for i in leaf.stack_axes))])
+        total += each * sum(DTYPES[tensors[name].dtype].itemsize for name in stacked.ravel())
+    return total
 
 
 def _is_ignored(name: str, family: Family) -> bool:

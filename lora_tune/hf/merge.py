@@ -149,7 +149,7 @@ class Merger:
             if behind is not None:
                 behind.result()
         count, tensors = len(self._changes), len(self._base.tensors)
-        return MergeReport(count, tensors - count, self._worst, tuple(self._not_finite))
+        return MergeReport(count, tensors - count, self._worst, tuple(sorted(self._not_finite)))
 
     def _write(self, output: Output, descriptor: int) -> None:
         def work(piece: _Piece) -> tuple[int, float]:
@@ -197,6 +197,8 @@ def _merge(tensor: Tensor, rows: np.ndarray, first: int, cell: Cell) -> float:
     """Adds an adapter to rows of a tensor, in place, from row `first` of it on."""
     adapter, place = cell
     a, b, scale = adapter.factors(place)
+    kind = np.promote_types(np.float32, rows.dtype)
+    a, b = a.astype(kind, copy=False), b.astype(kind, copy=False)
     worst = 0.0
     for low, high in row_ranges(rows.shape, len(b), _PRODUCT):
         part = rows[low:high]
@@ -204,7 +206,7 @@ def _merge(tensor: Tensor, rows: np.ndarray, first: int, cell: Cell) -> float:
         # in that layout, and sums in place, take half the time.
         with np.errstate(over="ignore", invalid="ignore"):  # reported below, by name
             exact = b[:, first + low : first + high].T @ a.T
-            exact *= np.float32(scale)
+            exact *= kind.type(scale)
             exact += part
             merged = exact.astype(part.dtype)
             exact -= merged

@@ -14,18 +14,20 @@ from jax.typing import DTypeLike
 
 from lora_tune.errors import InputError
 from lora_tune.hf.adapters import collect_adapters, flat_arrays
-from lora_tune.hf.files import INDEX, Checkpoint, read_json
-from lora_tune.hf.folder import copy_companions, new_folder
+from lora_tune.hf.files import INDEX, Checkpoint, raise_listed, read_json
+from lora_tune.hf.folder import check_companions, copy_companions, new_folder
 from lora_tune.hf.header import Entry, header_bytes, nbytes, write_array
 from lora_tune.hf.load import check_tensors, open_base
 from lora_tune.hf.merge import Cell, Merger, MergeReport, entry_of, new_files, same_files
 from lora_tune.hf.shards import index_of, plan_shards
 from lora_tune.hf.table import Family, Leaf, Path, hf_state
-from lora_tune.hf.tensors import CODES, Tensor, reading
+from lora_tune.hf.tensors import CODES, Tensor, all_finite, reading
 from lora_tune.progress import Progress, counted
 
 FULL_SHARD = 5 * 10**9
 """Bytes of a shard where no base says how large they are."""
+_OWN = ("config.json",)
+"""What a whole model of ours does not copy."""
 
 
 def save_merged(
@@ -41,11 +43,11 @@ def save_merged(
 ) -> MergeReport:
     """Writes the base checkpoint with the adapters added to its weights.
 
-    A merged tensor is `base + scale * A B`, computed in float32 from the base file's own values
-    and rounded once to the file's type. Every other tensor, those the model does not hold
-    included, is copied byte for byte, in the same order, and into the same shards unless
-    `max_shard_bytes` is given. Configuration, tokenizer and templates come along. Each of a few
-    threads has a few MB of the base in memory.
+    A merged tensor is `base + scale * A B`, computed in float32 (float64 where the file has that)
+    from the base file's own values and rounded once to the file's type. Every other tensor, those
+    the model does not hold included, is copied byte for byte, in the same order, and into the same
+    shards unless `max_shard_bytes` is given. Configuration, tokenizer and templates come along.
+    Each of a few threads has a few MB of the base in memory.
 
     Args:
       state: the adapters (see `collect_adapters`); base weights in it are not read.
@@ -59,10 +61,12 @@ def save_merged(
       progress: called with (bytes done, bytes in all).
 
     Raises:
-      InputError: the base does not fit the model, a merged value is not finite, `out_dir` is not
+      InputError: the base does not fit the model, a merged value or a weight of the model is not
+        finite, a file beside the weights is a link out of the base's folder, `out_dir` is not
         ours to replace, or the disk is full (nothing is left behind).
     """
     base = open_base(base_folder, family)
+    check_companions(base.folder)
     check_tensors(base, leaves, family)
     changes: dict[str, Cell] = {}
     for adapter in collect_adapters(state, leaves).values():
@@ -74,6 +78,7 @@ def save_merged(
         with reading() as (reader, pool):
             merger = Merger(base, changes, reader, pool, counted(progress, total))
             report = merger.write(outputs, folder)
+        _check_used(base, leaves, report)
         if max_shard_bytes is None:
             _keep_index(base, total, folder)
         elif len(outputs) > 1:
@@ -85,6 +90,16 @@ def save_merged(
             _write_json(folder / "config.json", portable)
         _write_card(folder, card)
     return report
+
+
+def _check_used(base: Checkpoint, leaves: Sequence[Leaf], report: MergeReport) -> None:
+    """Checks that what was copied with a NaN or an infinity is nothing that the model uses."""
+    names = itertools.chain.from_iterable(leaf.names.ravel() for leaf in leaves)
+    used = {tensor.stored: tensor for tensor in map(base.tensors.__getitem__, names)}
+    raise_listed(
+        f"{base.folder}: weights hold a NaN or an infinity, so the checkpoint is damaged",
+        [used[name].where for name in report.not_finite if name in used],
+    )
 
 
 def _keep_index(base: Checkpoint, total: int, folder: FilePath) -> None:
@@ -129,10 +144,12 @@ def save_full(
       card: text of the folder's README.md, None for none.
 
     Raises:
-      InputError: a weight is not finite, `out_dir` is not ours to replace, or the disk is full
-        (nothing is left behind).
+      InputError: a weight is not finite, a file beside the weights is a link out of its folder,
+        `out_dir` is not ours to replace, or the disk is full (nothing is left behind).
       ValueError: `state` lacks a parameter or holds one of the wrong shape.
     """
+    config_folder = FilePath(config_folder)
+    check_companions(config_folder, skip=_OWN)
     arrays = flat_arrays(state)
     missing = [leaf.dotted for leaf in leaves if leaf.path not in arrays]
     if missing:
@@ -144,7 +161,6 @@ def save_full(
     tensors = itertools.chain(
         _all_tensors(leaves, types, arrays), (tensor.bytes() for tensor in carried)
     )
-    config_folder = FilePath(config_folder)
     with new_folder(FilePath(out_dir), kind="full", size=sum(sizes)) as folder:
         for name, entries in shards.items():
             with (folder / name).open("wb") as out:
@@ -153,7 +169,7 @@ def save_full(
                     write_array(out, next(tensors))
         if len(shards) > 1:
             _write_json(folder / INDEX, index_of(shards))
-        copy_companions(config_folder, folder, skip=("config.json",))
+        copy_companions(config_folder, folder, skip=_OWN)
         config = family.portable_config(read_json(config_folder / "config.json"))
         _write_json(folder / "config.json", _with_dtype(config, types))
         _write_card(folder, card)
@@ -166,7 +182,7 @@ def _all_tensors(
         for name, tensor in hf_state(leaf, arrays[leaf.path]):
             with np.errstate(over="ignore"):
                 cast = tensor.astype(dtype)
-            if not np.isfinite(cast).all():
+            if not all_finite(np.ascontiguousarray(cast)):
                 raise InputError(f"{name}: holds a NaN or an infinity as {dtype}; not written")
             yield cast
 

@@ -9,7 +9,7 @@ from lora_tune.errors import InputError, short
 from lora_tune.hf.files import SINGLE
 from lora_tune.hf.header import Entry
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)(?:([KMGT])(i?)B)?", re.ASCII)
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)(?:([KMGT])(i?)B)?", re.ASCII)
 
 _Item = TypeVar("_Item")
 

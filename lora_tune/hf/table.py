@@ -208,17 +208,30 @@ def make_array(
         return out
 
     if sharding is None:
-        return jax.device_put(share([range(n) for n in leaf.shape]))
-    holders: dict[tuple[range, ...], list[Any]] = {}
-    for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
-        sliced = zip(index or (), leaf.shape, strict=True)
-        holders.setdefault(tuple(range(*s.indices(n)) for s, n in sliced), []).append(device)
+        # Before the next parameter takes memory.
+        return jax.block_until_ready(jax.device_put(share([range(n) for n in leaf.shape])))
     placed: list[jax.Array] = []
-    for ranges, devices in holders.items():
+    for ranges, devices in shares(leaf.shape, sharding).items():
         values = share(ranges)
         arrays = [jax.device_put(values, device) for device in devices]
         placed += jax.block_until_ready(arrays)  # before the next share takes memory
     return jax.make_array_from_single_device_arrays(leaf.shape, sharding, placed)
+
+
+def shares(
+    shape: Sequence[int], sharding: jax.sharding.Sharding | None
+) -> dict[tuple[range, ...], list[Any]]:
+    """The different shares of an array that this process's devices hold -> those that do.
+
+    Without a sharding it is the whole, on the default device, which is not listed.
+    """
+    if sharding is None:
+        return {tuple(map(range, shape)): []}
+    holders: dict[tuple[range, ...], list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(tuple(shape)).items():
+        sliced = zip(index or (), shape, strict=True)
+        holders.setdefault(tuple(range(*s.indices(n)) for s, n in sliced), []).append(device)
+    return holders
 
 
 def _cells(leaf: Leaf, ranges: Sequence[range], out: np.ndarray) -> Iterator[Cell]:

@@ -142,7 +142,7 @@ class Reader:
     def _descriptor(self, file: Path) -> int:
         with self._lock:
             if file not in self._open:
-                self._open[file] = os.open(file, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+                self._open[file] = os.open(file, os.O_RDONLY)
             return self._open[file]
 
 

@@ -3,6 +3,8 @@
 
 import contextlib
 import dataclasses
+import math
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,11 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from lora_tune import build_data, trained, words
+from lora_tune import build_data, run_lock, trained, words
 from lora_tune.errors import InputError
 from lora_tune.hf.adapters import flat_arrays
 from lora_tune.hf.files import read_json
 from lora_tune.hf.header import nbytes
+from lora_tune.hf.load import ignored_tensors
 from lora_tune.hf.peft_config import CONFIG_FILE
 from lora_tune.models.fields import max_positions
 from lora_tune.proof import adapter as adapters
@@ -30,6 +33,8 @@ _BASE = {"model.path": str, "model.revision": str}
 _KEYS = {"prove": {"run": str, "limit_gb": float, "tolerance": float, **_BASE}}
 _FOREIGN = {"output_dir": "run", "recipe": "run", "path": "model.path", "model": "model.path"}
 _ROWS, _LENGTH = 2, 80
+_WINDOW = ".prove-"
+"""How the folders begin that windows are cut into."""
 
 
 def prove(pairs: words.Pairs) -> list[str]:
@@ -44,13 +49,24 @@ def prove(pairs: words.Pairs) -> list[str]:
     given = words.parse(pairs, "prove", _KEYS, foreign=_FOREIGN)
     if "run" not in given:
         raise InputError("expected run=DIR, the folder of a run")
+    tolerance, limit_gb = (
+        _above_zero(given, key, default)
+        for key, default in (("tolerance", 1e-4), ("limit_gb", 8.0))
+    )
     reference.require("torch", "transformers", "peft")
     overrides = [f"{key}={given[key]}" for key in _BASE if key in given]
     run = trained.read(given["run"], overrides)
-    found = _Proof(run, given.get("tolerance", 1e-4), given.get("limit_gb", 8.0)).certificate()
+    found = _Proof(run, tolerance, limit_gb).certificate()
     certificate.write(run.folder, found)
     print(certificate.summary(found), end="", flush=True)
     return found["problems"]
+
+
+def _above_zero(given: Mapping[str, Any], key: str, default: float) -> float:
+    value = given.get(key, default)
+    if not 0 < value < math.inf:
+        raise InputError(f"{key} must be a finite number above 0, got {value:g}")
+    return value
 
 
 class _Proof:
@@ -66,7 +82,7 @@ class _Proof:
                 f"{run.folder} has neither adapter/ nor merged/, which a run writes at its end; "
                 "give its command again to go on"
             )
-        if self.adapter and run.recipe.model.init == "random":
+        if self.adapter and not self._has_base():
             raise InputError(
                 f"{run.folder}: its base was drawn at random (model.init=random) and lies nowhere, "
                 "so there is nothing that PEFT could load the adapter on"
@@ -81,10 +97,15 @@ class _Proof:
             return [None], whole
         try:
             config = read_json(run.source.folder / "config.json")
-            windows, largest = plan_windows(config, run.model.family, run.leaves, self.limit)
+            family, folder = run.model.family, run.source.folder
+            carried = ignored_tensors(folder, family) if self._has_base() else ()
+            windows, largest = plan_windows(config, family, run.leaves, self.limit, carried)
         except InputError as error:
             raise InputError(f"{run.source.base_name}: {error}") from error
         return [*windows], largest
+
+    def _has_base(self) -> bool:
+        return self.run.recipe.model.init != "random"
 
     def certificate(self) -> dict[str, Any]:
         run, config, pairs = self.run, None, {}
@@ -147,11 +168,12 @@ class _Proof:
         merge = self._merge(pairs)
         rounded = merge is not None and (merge["max_rounding"] or 0.0) >= 1e-6
         prover = Prover(self.run, rows, self.tolerance, exact=not rounded)
-        for number, window in enumerate(self.windows, start=1):
-            if window is not None:
-                print(f"window {number} of {len(self.windows)}", file=sys.stderr, flush=True)
-            with self._part(window, pairs) as part:
-                prover.take(part)
+        with self._place():
+            for number, window in enumerate(self.windows, start=1):
+                if window is not None:
+                    print(f"window {number} of {len(self.windows)}", file=sys.stderr, flush=True)
+                with self._part(window, pairs) as part:
+                    prover.take(part)
         found = prover.found
         self.problems += found.problems
         if merge is not None:
@@ -171,6 +193,17 @@ class _Proof:
         return adapter, merge
 
     @contextlib.contextmanager
+    def _place(self) -> Iterator[None]:
+        """Keeps the run folder while windows are cut into it, without those of a killed proof."""
+        if self.windows == [None]:
+            yield
+            return
+        with run_lock.held(self.run.folder):
+            for left in [*self.run.folder.glob(f"{_WINDOW}*")]:
+                shutil.rmtree(left, ignore_errors=True)
+            yield
+
+    @contextlib.contextmanager
     def _part(self, window: Window | None, pairs: adapters.Pairs) -> Iterator[Part]:
         """The whole base, or a window of it in a folder that is removed afterwards."""
         run = self.run
@@ -179,13 +212,13 @@ class _Proof:
             return
         family = run.model.family
         experts = getattr(run.model.config, "num_experts", 0)
-        with tempfile.TemporaryDirectory(prefix=".prove-", dir=run.folder) as folder:
+        with tempfile.TemporaryDirectory(prefix=_WINDOW, dir=run.folder) as folder:
             base, adapter, whole = (Path(folder) / name for name in ("base", "adapter", "merged"))
-            if run.lora is not None:
+            there = self.adapter and cut_adapter(self.adapter, adapter, window, experts)
+            if run.lora is not None and (there or self.merged is not None):
                 cut_base(run.source.folder, base, family, window)
             if self.merged is not None:
                 cut_base(self.merged, whole, family, window)
-            there = self.adapter and cut_adapter(self.adapter, adapter, window, experts)
             yield Part(
                 base,
                 adapter if there else None,
@@ -196,7 +229,7 @@ class _Proof:
 
     def _merge(self, pairs: adapters.Pairs) -> dict[str, Any] | None:
         run = self.run
-        if run.recipe.model.init == "random":
+        if not self._has_base():
             return None
         family, base = run.model.family, run.source.folder
         changes = merged.compare(base, self.merged, family, pairs)

@@ -17,17 +17,16 @@ import numpy as np
 
 from lora_tune.errors import InputError
 from lora_tune.hf.files import SINGLE, Checkpoint, read_json
+from lora_tune.hf.folder import check_space
 from lora_tune.hf.header import header_bytes, read_header, write_array
 from lora_tune.hf.load import open_base
 from lora_tune.hf.peft import WEIGHTS_FILE
 from lora_tune.hf.peft_config import CONFIG_FILE
 from lora_tune.hf.tensors import Reader, Tensor
-from lora_tune.models.decoder import Family
-from lora_tune.proof.windows import Window, cut_config
+from lora_tune.models.family import Family
+from lora_tune.proof.windows import UNUSED, Window, cut_config
 
 _ROUTER = ".mlp.gate.weight"
-_UNUSED = "mtp."
-"""How the names of tensors begin that no other program asks for, and that may be large."""
 _NUMBER = re.compile(r"(?<=\blayers)(\\?\.)(\d+)\b")
 
 
@@ -59,7 +58,7 @@ def cut_base(source: Path, target: Path, family: Family, window: Window) -> None
     """Writes the configuration and the weights of a window of a checkpoint.
 
     Raises:
-      InputError: the checkpoint cannot be read, or the window cannot be written.
+      InputError: the checkpoint cannot be read, or the window cannot be written or has no room.
     """
     config = cut_config(read_json(source / "config.json"), family, window)
     checkpoint = open_base(source, family)
@@ -68,9 +67,10 @@ def cut_base(source: Path, target: Path, family: Family, window: Window) -> None
     pieces = [
         piece
         for tensor in whole
-        if not tensor.name.startswith(_UNUSED)
+        if not tensor.name.startswith(UNUSED)
         and (piece := _piece(tensor, checkpoint, window, layered=bool(start.match(tensor.name))))
     ]
+    check_space(target, sum(piece.nbytes for piece in pieces))
     with _writing(target):
         (target / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
         _write(target / SINGLE, pieces)
@@ -154,7 +154,8 @@ def _adapter_config(config: dict[str, Any], window: Window) -> dict[str, Any]:
         if found:
             config[key] = _kept(found, window)
     for key in ("rank_pattern", "alpha_pattern"):
-        named = {_renumbered(name, window): value for name, value in config[key].items()}
+        found = config.get(key) or {}
+        named = {_renumbered(name, window): value for name, value in found.items()}
         config[key] = {name: value for name, value in named.items() if name is not None}
     return config
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from lora_tune.hf.files import read_json
 from lora_tune.hf.fused import Pair
 from lora_tune.hf.load import open_base
 from lora_tune.hf.table import Leaf, hf_state
 from lora_tune.hf.table import Path as LeafPath
 from lora_tune.hf.tensors import DTYPES, Tensor
-from lora_tune.models.decoder import Family
+from lora_tune.models.family import Family
 
 
 @dataclasses.dataclass
@@ -74,6 +75,7 @@ def compare(
     if other is not None:
         extra = sorted(set(other.tensors) - set(base.tensors))
         found.problems += [f"{n}: is in {other.folder.name}/, and not in the base" for n in extra]
+        found.problems += _config_problems(base_folder, other.folder, family, full=not updates)
     found.update_lost = (lost / whole) ** 0.5 if whole else 0.0
     return found
 
@@ -105,6 +107,16 @@ def compare_trained(
             if not np.array_equal(stored, trained.astype(stored.dtype)):
                 problems.append(f"{name}: differs from the checkpoint")
     return problems
+
+
+def _config_problems(base: Path, merged: Path, family: Family, *, full: bool) -> list[str]:
+    """Whether the configuration is the base's, as other libraries read it; `full` has own types."""
+    name = "config.json"
+    wanted, found = family.portable_config(read_json(base / name)), read_json(merged / name)
+    own = ("dtype", "torch_dtype") if full else ()
+    if any(wanted.get(k) != found.get(k) for k in {*wanted, *found}.difference(own)):
+        return [f"{merged.name}/{name}: is not that of the base"]
+    return []
 
 
 def _count(tensor: Tensor, new: Tensor, found: Changes, *, expected: bool) -> None:
@@ -140,13 +152,15 @@ def _check_update(
         return 0.0, 0.0  # said by _count
     else:
         stored = new.array()
-    off = np.abs(exact - stored.astype(np.float32))
+    with np.errstate(invalid="ignore"):  # what is not finite is beyond any bound
+        off = np.abs(exact - stored.astype(np.float32))
     # Sums in another order, and one rounding of the type.
     spacing = {"BF16": 2.0**-8, "F16": 2.0**-11}.get(tensor.dtype, 2.0**-23)
-    if (off > spacing * np.abs(exact) + 1e-6 * max(1e-3, float(np.abs(exact).max()))).any():
+    bound = spacing * np.abs(exact) + 1e-6 * max(1e-3, float(np.abs(exact).max(initial=0.0)))
+    if not (off <= bound).all():
         found.problems.append(
             f"{tensor.name}: is off the base with its update by {off.max():.3g}, more than one "
             f"rounding of {tensor.dtype}"
         )
-    found.max_rounding = max(found.max_rounding, float(off.max(initial=0.0)))
+    found.max_rounding = float(np.maximum(found.max_rounding, off.max(initial=0.0)))
     return float(np.square(off).sum()), float(np.square(update).sum())

@@ -2,6 +2,7 @@
 """One model under proof, the whole base or a window of it: our logits, and those of the others."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,9 @@ class Rows:
     data: int
 
     def largest(self, logits: np.ndarray) -> float:
-        """The largest magnitude in `[rows, T, V]` before the padding."""
+        """The largest magnitude in `[rows, T, V]` before the padding; NaN if there is one."""
         rows = zip(logits, self.lengths, strict=True)
-        return max(float(np.abs(row[:n]).max()) for row, n in rows)
+        return float(np.max([np.abs(row[:n]).max() for row, n in rows]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +65,8 @@ class Found:
       effect: how far the adapter moves a logit.
       update_error: the largest difference of an update.
       parameters: (tensor, experts) of the whole model -> parameters that PEFT changes.
-      merged_error: the largest difference of a logit, None without a merged folder.
+      merged_error: the largest difference of a logit from what was trained, rounding included;
+        None without a merged folder.
       problems: one sentence for each thing that is not as it was trained.
     """
 
@@ -84,7 +86,8 @@ class Prover:
       run: the run.
       rows: what every part computes logits of.
       tolerance: of logits, times the largest one.
-      exact: the merged weights are not rounded, so that their logits must be ours.
+      exact: the merged weights are not rounded, so that their logits must be those of what was
+        trained; else they must be those that we compute of the merged weights.
       found: what all parts have shown so far.
     """
 
@@ -96,13 +99,15 @@ class Prover:
 
     def take(self, part: Part) -> None:
         """Compares a part; a problem is said with the names of the whole model, and once."""
+        if part.adapter is None and part.merged is None:
+            return
         ours, problems = self._our_logits(part), list[str]()
         if part.adapter is not None:
             problems += self._by_peft(part, part.adapter, ours)
         if part.merged is not None:
             problems += self._by_transformers(part.merged, ours)
         for problem in problems:
-            said = problem if part.window is None else part.window.outside(problem)
+            said = problem if part.window is None else self._outside(problem, part.window)
             if said not in self.found.problems:
                 self.found.problems.append(said)
 
@@ -119,6 +124,9 @@ class Prover:
             elif part.adapter is not None:
                 # A window's is the checkpoint's as well: the whole adapter has been compared.
                 model = build.with_adapter(model, part.adapter)
+        return self._logits(model)
+
+    def _logits(self, model: Decoder) -> np.ndarray:
         graphdef, state = nnx.split(model)
 
         @jax.jit
@@ -136,44 +144,54 @@ class Prover:
         error, largest = rows.largest(loaded.logits - ours), rows.largest(ours)
         allowed = self._allowed(largest)
         before = found.adapter_error
-        if before is None or not error / allowed <= before[0] / before[1]:
+        # Of two, NaN is the larger.
+        if before is None or not (
+            math.isnan(before[0]) or error / allowed <= before[0] / before[1]
+        ):
             found.adapter_error = (error, allowed)
-        found.effect = max(found.effect, rows.largest(loaded.logits - loaded.base_logits))
-        found.update_error = max(found.update_error, loaded.max_update_error)
+        effect = rows.largest(loaded.logits - loaded.base_logits)
+        found.effect = float(np.maximum(found.effect, effect))
+        found.update_error = float(np.maximum(found.update_error, loaded.max_update_error))
         for name, count in loaded.parameters.items():
-            found.parameters[_whole_name(name, part.window)] = count
-        return [*loaded.problems, *self._check("PEFT, with adapter/,", error, largest)]
+            found.parameters[self._whole_name(name, part.window)] = count
+        return [*loaded.problems, *self._check("PEFT, with adapter/,", loaded.logits, ours)]
 
     def _by_transformers(self, merged: Path, ours: np.ndarray) -> list[str]:
         rows, found = self.rows, self.found
         model, problems = reference.read_model(merged)
-        error = rows.largest(reference.logits_of(model, rows.tokens) - ours)
-        found.merged_error = max(found.merged_error or 0.0, error)
-        if self.exact:
-            problems += self._check("transformers, with merged/,", error, rows.largest(ours))
-        return problems
+        theirs = reference.logits_of(model, rows.tokens)
+        del model
+        error = rows.largest(theirs - ours)
+        found.merged_error = float(np.maximum(found.merged_error or 0.0, error))
+        wanted = ours if self.exact else self._logits(_load(merged, self.run))
+        return [*problems, *self._check("transformers, with merged/,", theirs, wanted)]
 
     def _allowed(self, largest: float) -> float:
         return self.tolerance * max(1.0, largest)
 
-    def _check(self, who: str, error: float, largest: float) -> list[str]:
-        allowed = self._allowed(largest)
-        if error <= allowed:
+    def _check(self, who: str, theirs: np.ndarray, ours: np.ndarray) -> list[str]:
+        rows = self.rows
+        if not math.isfinite(rows.largest(theirs)):
+            return [f"{who} computes logits that are not finite"]
+        error, allowed = rows.largest(theirs - ours), self._allowed(rows.largest(ours))
+        if math.isfinite(error) and error <= allowed:
             return []
         return [
             f"{who} computes logits that differ from ours by up to {error:.3g}; allowed is "
             f"{allowed:.3g}"
         ]
 
+    def _whole_name(self, name: str, window: Window | None) -> tuple[str, Any]:
+        """What a tensor of transformers is in the whole model: windows may have parts of experts.
 
-def _whole_name(name: str, window: Window | None) -> tuple[str, Any]:
-    """What a tensor of transformers is in the whole model: windows may have parts of its experts.
+        What several windows have, as the head, has one name in all of them.
+        """
+        if window is None:
+            return name, None
+        return self._outside(name, window), window.experts if ".experts." in name else None
 
-    What several windows have, as the head, has one name in all of them.
-    """
-    if window is None:
-        return name, None
-    return window.outside(name), window.experts if ".experts." in name else None
+    def _outside(self, text: str, window: Window) -> str:
+        return window.outside(text, self.run.model.family.layer_prefix)
 
 
 def _load(folder: Path, run: Trained) -> Decoder:

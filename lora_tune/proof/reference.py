@@ -148,8 +148,8 @@ def _compare_weights(
             pair = pairs[module]
             wanted[_slice(place, change)] += np.float32(pair.scale) * (pair.b @ pair.a)
         off = float(np.abs(change - wanted).max(initial=0.0))
-        loaded.max_update_error = max(loaded.max_update_error, off)
-        if off > _UPDATE_TOLERANCE * max(1.0, float(new.abs().max())):
+        loaded.max_update_error = float(np.maximum(loaded.max_update_error, off))
+        if not off <= _UPDATE_TOLERANCE * max(1.0, float(new.abs().max())):
             loaded.problems.append(f"{name}: PEFT's update differs from ours by {off:.3g}")
 
 

@@ -3,6 +3,7 @@
 
 import dataclasses
 import itertools
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +14,8 @@ import numpy as np
 from lora_tune.errors import InputError
 from lora_tune.hf.header import nbytes
 from lora_tune.hf.table import Leaf
-from lora_tune.models.decoder import Family
+from lora_tune.hf.tensors import Tensor
+from lora_tune.models.family import Family
 from lora_tune.scan import plan_layers
 
 _LAYER = re.compile(r"\blayers\.(\d+)\b")
@@ -22,6 +24,8 @@ _EVERY_TYPE = ("olmo_hybrid",)
 """Model types that transformers refuses without a layer of each type."""
 _ENTANGLED = ("hidden_size_per_layer_input", "num_kv_shared_layers")
 """Sizes of what layers share with others or have in one tensor; 0 where they do not."""
+UNUSED = "mtp."
+"""How the names of tensors begin that no other program asks for, and that may be large."""
 _LEAST = 2
 """Experts in a window; with one, the router has no choice."""
 
@@ -51,17 +55,21 @@ class Window:
             name = _EXPERT.sub(f"experts.{int(expert[1]) - self.experts.start}", name, count=1)
         return name
 
-    def outside(self, text: str) -> str:
-        """A text that names what is in the window, with the names of the large model."""
+    def outside(self, text: str, prefix: str) -> str:
+        """A text that names what is in the window, with the names of the large model.
+
+        Layers stand behind `prefix`, with `{i}` for the number; those of a vision tower do not.
+        """
+        numbered = re.escape(prefix).replace(re.escape("{i}"), r"(\d+)")
 
         def layer(match: re.Match[str]) -> str:
             i = int(match[1])
-            return f"layers.{self.layers[i]}" if i < len(self.layers) else match[0]
+            return prefix.format(i=self.layers[i]) if i < len(self.layers) else match[0]
 
         def expert(match: re.Match[str]) -> str:
             return f"experts.{int(match[1]) + (self.experts.start if self.experts else 0)}"
 
-        return _EXPERT.sub(expert, _LAYER.sub(layer, text))
+        return _EXPERT.sub(expert, re.sub(rf"\b{numbered}", layer, text))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,9 +87,11 @@ class Sizes:
         return self.outside + inside
 
 
-def measure(leaves: Sequence[Leaf]) -> Sizes:
-    """The sizes of a model from its bound table."""
-    outside, layers, experts = 0, defaultdict[int, int](int), defaultdict[int, int](int)
+def measure(leaves: Sequence[Leaf], carried: Sequence[Tensor] = ()) -> Sizes:
+    """The sizes of a model from its bound table, and of what every window carries besides."""
+    kept = (tensor for tensor in carried if not tensor.name.startswith(UNUSED))
+    outside = sum(4 * math.prod(tensor.shape) for tensor in kept)
+    layers, experts = defaultdict[int, int](int), defaultdict[int, int](int)
     for leaf in leaves:
         each = nbytes(leaf.hf_shape, np.dtype(np.float32))
         for name in map(str, leaf.names.ravel()):
@@ -130,7 +140,11 @@ def cut_config(hf: Mapping[str, Any], family: Family, window: Window) -> dict[st
 
 
 def plan_windows(
-    hf: Mapping[str, Any], family: Family, leaves: Sequence[Leaf], limit: float
+    hf: Mapping[str, Any],
+    family: Family,
+    leaves: Sequence[Leaf],
+    limit: float,
+    carried: Sequence[Tensor] = (),
 ) -> tuple[list[Window], int]:
     """Windows that hold every layer and every expert of a model.
 
@@ -142,6 +156,7 @@ def plan_windows(
       family: its family.
       leaves: its bound table.
       limit: bytes that a window may take in float32.
+      carried: tensors of the base that the model does not hold, as a vision tower.
 
     Returns:
       The windows, and the bytes of the largest one.
@@ -149,7 +164,7 @@ def plan_windows(
     Raises:
       InputError: not even the smallest window fits, or layers cannot be taken apart.
     """
-    config, sizes = family.read_config(hf), measure(leaves)
+    config, sizes = family.read_config(hf), measure(leaves, carried)
     if entangled := [name for name in _ENTANGLED if getattr(config, name, 0)]:
         raise InputError(
             f"the base takes over limit_gb={limit / 1e9:g} in float32, and its layers cannot be "

@@ -232,6 +232,40 @@ def test_a_large_base_is_proved_in_windows(run, tmp_path, capsys):
     assert not list(copy.glob(".prove-*"))
 
 
+def in_bfloat16(run: Path, folder: Path) -> tuple[Path, Path]:
+    """The run and its base as they were with a base in bfloat16."""
+    copy, base = shutil.copytree(run, folder / "run"), run.parent / "base"
+    base16 = shutil.copytree(base, folder / "base")
+    old = load_file(base / "model.safetensors")
+    new = {name: tensor.bfloat16() for name, tensor in old.items()}
+    save_file(new, base16 / "model.safetensors", {"format": "pt"})
+    merged = load_file(run / "merged" / "model.safetensors")
+    sums = {name: (new[name] + (merged[name] - old[name])).bfloat16() for name in old}
+    save_file(sums, copy / "merged" / "model.safetensors", {"format": "pt"})
+    return copy, base16
+
+
+@pytest.mark.parametrize("words", [[], [IN_WINDOWS]], ids=["whole", "windows"])
+def test_logits_of_a_rounded_merge_are_compared(run, tmp_path, capsys, monkeypatch, words):
+    copy, base = in_bfloat16(run, tmp_path)
+    (copy / ".prove-left").mkdir()  # by a proof that was killed
+    words = [f"model.path={base}", *words]
+    prove(copy, capsys, *words, status=0)
+    assert figures(copy)["merge"]["max_rounding"] > 1e-4
+    assert (copy / ".prove-left").exists() == (len(words) == 1)
+    read = reference.read_model
+
+    def wrong(folder):
+        model, problems = read(folder)
+        if folder.name == "merged":
+            model.model.norm.weight.data += 0.1
+        return model, problems
+
+    monkeypatch.setattr(reference, "read_model", wrong)
+    error = prove(copy, capsys, *words)
+    assert "transformers, with merged/, computes logits that differ from ours" in error
+
+
 def drop_last_expert(tensors) -> None:
     for key in [key for key in tensors if "model.layers.0.mlp.experts.5." in key]:
         del tensors[key]

@@ -25,6 +25,21 @@ def test_an_export_of_another_kind_is_not_replaced(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
+@pytest.mark.parametrize("left", [".out.partial", ".out.old"])
+def test_what_a_killed_run_left_takes_no_room(tmp_path: Path, monkeypatch, left: str) -> None:
+    out = tmp_path / "out"
+    write(out, "merged", "first")
+    (tmp_path / left).mkdir()
+    (tmp_path / left / "weights").write_text("large")
+
+    def check(*_: object) -> None:
+        assert not (tmp_path / left).exists()
+
+    monkeypatch.setattr("lora_tune.hf.folder.check_space", check)
+    write(out, "merged", "second")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
 def test_a_foreign_folder_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("kept")

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 from lora_tune.errors import InputError
+from lora_tune.hf import load
 from lora_tune.hf.adapters import flat_arrays
 from lora_tune.hf.files import open_checkpoint
 from lora_tune.hf.load import load_params, stored_names
@@ -87,6 +88,27 @@ def test_the_model_decides_the_type_when_none_is_asked(folder):
     assert {a.dtype for a in flat_arrays(load_params(tiny(), FAMILY, folder)).values()} == {
         np.dtype(np.float32)
     }
+
+
+class Half:
+    """A sharding of two hosts, this one of which holds the first half of the longest axis."""
+
+    def addressable_devices_indices_map(self, shape):
+        longest = shape.index(max(shape))
+        halves = [slice(n // 2) if i == longest else slice(None) for i, n in enumerate(shape)]
+        return {None: tuple(halves)}
+
+
+def test_progress_is_of_what_the_first_process_reads(tmp_path, tensors, monkeypatch):
+    found = open_checkpoint(write_folder(tmp_path, tensors)).tensors
+    for leaf in leaves_of(tiny()):
+        whole = sum(found[name].nbytes for name in leaf.names.ravel())
+        assert load._own_bytes(leaf, None, found) == whole
+        assert load._own_bytes(leaf, Half(), found) == whole // 2
+    monkeypatch.setattr("lora_tune.distributed.is_first", lambda: False)
+    calls = []
+    load_params(tiny(), FAMILY, tmp_path, progress=lambda *call: calls.append(call))
+    assert calls == []
 
 
 def test_ignored_tensors_may_be_there_and_progress_is_told(tmp_path, tensors):

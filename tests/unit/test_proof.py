@@ -2,6 +2,8 @@
 """What the proof says of files, without torch."""
 
 import dataclasses
+import json
+import shutil
 
 import ml_dtypes
 import numpy as np
@@ -17,8 +19,10 @@ from hf_cases import (
     tiny,
     write_folder,
 )
+from safetensors.numpy import save_file
 
 from lora_tune.errors import InputError
+from lora_tune.hf.files import open_checkpoint
 from lora_tune.hf.fused import Pair
 from lora_tune.hf.peft import adapter_pairs, read_pairs, save_adapter
 from lora_tune.hf.save import save_merged
@@ -27,7 +31,9 @@ from lora_tune.lora.config import LoraConfig
 from lora_tune.models import FAMILIES
 from lora_tune.models.decoder import Decoder, DecoderOptions
 from lora_tune.proof import merged, serving
+from lora_tune.proof.command import prove
 from lora_tune.proof.cut import cut_adapter
+from lora_tune.proof.part import Prover, Rows
 from lora_tune.proof.windows import Window, cut_config, measure, plan_windows
 
 LAYERS = {"num_hidden_layers": 2, "full_attention_interval": 2, "mlp_only_layers": []}
@@ -80,6 +86,54 @@ def test_each_wrong_tensor_of_a_merge_is_named(case, tmp_path):
     assert "not in other/" in said["mtp.norm.weight"]
     assert "was not trained" in said["model.norm.weight"]
     assert "more than one rounding of BF16" in said[f"{module}.weight"]
+
+
+def test_a_merge_that_is_not_finite_or_has_another_configuration_is_named(case, tmp_path):
+    folder, *_, pairs, _ = case
+    other = shutil.copytree(folder / "merged", tmp_path / "other")
+    tensors = {name: t.array() for name, t in open_checkpoint(other).tensors.items()}
+    name = "model.layers.0.mlp.experts.1.up_proj.weight"
+    tensors[name].flat[3] = np.nan
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    found = merged.compare(folder / "base", other, FAMILY, pairs)
+    assert [problem.split(":")[0] for problem in found.problems] == [name]
+    assert np.isnan(found.max_rounding)
+    (other / "config.json").write_text(json.dumps(CONFIG | {"rms_norm_eps": 1e-3}))
+    said = merged.compare(folder / "base", other, FAMILY, pairs).problems
+    assert "other/config.json: is not that of the base" in said
+
+
+def test_a_nan_in_logits_is_the_largest_and_no_match():
+    logits = np.zeros((2, 3, 4), np.float32)
+    logits[0, 1, 2] = np.nan
+    rows = Rows(np.zeros((2, 3), np.int32), [3, 3], 0)
+    assert np.isnan(rows.largest(logits))
+    assert rows.largest(logits[::-1, :1]) == 0
+    prover = Prover(None, rows, 1e-4, exact=True)  # type: ignore[arg-type]
+    infinite = np.full_like(logits, np.inf)
+    assert prover._check("X", logits, np.zeros_like(logits)) == [
+        "X computes logits that are not finite"
+    ]
+    assert prover._check("X", np.zeros_like(logits), infinite)
+    assert not prover._check("X", np.ones_like(logits), np.ones_like(logits))
+
+
+@pytest.mark.parametrize("word", ["tolerance=nan", "tolerance=0", "limit_gb=-1", "limit_gb=inf"])
+def test_numbers_that_bound_nothing_are_refused(word, tmp_path):
+    with pytest.raises(InputError, match=rf"{word.split('=')[0]} must be a finite number above 0"):
+        prove([("run", str(tmp_path)), tuple(word.split("="))])
+
+
+def test_windows_count_what_they_carry_and_leave_its_names(tmp_path):
+    leaves = leaves_of(tiny())
+    extra = {"vision.encoder.layers.0.w": np.ones((5, 7), np.float16), "mtp.x": np.ones(9)}
+    carried = open_checkpoint(write_folder(tmp_path / "base", extra)).tensors.values()
+    sizes = measure(leaves, [*carried])
+    assert sizes.outside - measure(leaves).outside == 4 * 5 * 7
+    window = Window((4, 7))
+    text = "base_model.model.model.layers.1.x and vision_model.layers.1.y"
+    said = "base_model.model.model.layers.7.x and vision_model.layers.1.y"
+    assert window.outside(text, FAMILY.layer_prefix) == said
 
 
 def test_servers_and_their_reasons(case, tmp_path):
@@ -209,11 +263,16 @@ def test_an_adapter_is_cut_with_its_layers_and_experts(tmp_path, fused):
         assert cut.scale == whole.scale
     inside = [name for name in pairs if window.inside(name)]
     assert {window.inside(name) for name in inside} == set(found)
-    assert {window.outside(name) for name in found} == set(inside)
+    assert {window.outside(name, FAMILY.layer_prefix) for name in found} == set(inside)
     few = LoraConfig(target_modules=("q_proj",), layers_to_transform=(3,))
     save_adapter(
         random_adapters(leaves, few), leaves, few, tmp_path / "f", model_type="qwen3_next", base="b"
     )
+    path = tmp_path / "a" / "adapter_config.json"
+    edited = json.loads(path.read_text()) | {"rank_pattern": None}
+    del edited["alpha_pattern"]
+    path.write_text(json.dumps(edited))
+    assert cut_adapter(tmp_path / "a", tmp_path / "c", window, 4)
     assert not cut_adapter(tmp_path / "f", tmp_path / "none", window, 4)
     assert not (tmp_path / "none").exists()
 
