@@ -109,7 +109,7 @@ def test_a_nan_in_logits_is_the_largest_and_no_match():
     rows = Rows(np.zeros((2, 3), np.int32), [3, 3], 0)
     assert np.isnan(rows.largest(logits))
     assert rows.largest(logits[::-1, :1]) == 0
-    prover = Prover(None, rows, 1e-4, exact=True)  # type: ignore[arg-type]
+    prover = Prover(None, rows, 1e-4, exact=True)
     infinite = np.full_like(logits, np.inf)
     assert prover._check("X", logits, np.zeros_like(logits)) == [
         "X computes logits that are not finite"
