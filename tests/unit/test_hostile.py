@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 from lora_tune.errors import InputError
 from lora_tune.export.write import not_finite_note
 from lora_tune.hf import tensors as reading
-from lora_tune.hf.files import INDEX, SINGLE, open_checkpoint, read_json, weights_size
+from lora_tune.hf.files import INDEX, SINGLE, open_checkpoint
 from lora_tune.hf.header import read_header
 from lora_tune.hf.load import load_params
 from lora_tune.hf.save import save_merged
@@ -293,49 +293,6 @@ def test_what_is_copied_with_a_nan_is_named(tmp_path):
         )
         == []
     )
-
-
-def test_a_nan_in_a_weight_without_adapter_ends_a_merge(tmp_path):
-    tensors = random_tensors(tiny())
-    tensors["model.norm.weight"][3] = np.nan
-    base = write_folder(tmp_path / "m", tensors)
-    with pytest.raises(InputError, match=r"hold a NaN or an infinity.*'model\.norm\.weight'"):
-        merge(base, tmp_path / "out")
-    assert os.listdir(tmp_path) == ["m"]
-
-
-def test_links_beside_the_weights_are_refused_before_any_work(tmp_path, monkeypatch):
-    base = write_folder(tmp_path / "m", random_tensors(tiny()))
-    (tmp_path / "elsewhere.json").write_text("{}")
-    (base / "vocab.json").symlink_to(tmp_path / "elsewhere.json")
-    monkeypatch.setattr("lora_tune.hf.save.Merger", None)  # what would do the work
-    with pytest.raises(InputError, match=r"vocab\.json: is a link to"):
-        merge(base, tmp_path / "out")
-    (base / SINGLE).rename(tmp_path / SINGLE)
-    (base / INDEX).symlink_to(tmp_path / "elsewhere.json")
-    with pytest.raises(InputError, match=rf"{re.escape(INDEX)}: is a link to"):
-        open_checkpoint(base)
-
-
-def test_a_fused_tensor_of_countless_experts_is_one_unknown_tensor(tmp_path):
-    save_file({"x.gate_up": np.zeros((2**16 + 1, 2, 1), np.float16)}, tmp_path / SINGLE)
-    found = open_checkpoint(tmp_path, fused=[("gate_up", ("gate_proj", "up_proj"))])
-    assert list(found.tensors) == ["x.gate_up"]
-
-
-def test_a_json_file_that_no_model_has_is_not_read(tmp_path):
-    path = tmp_path / "config.json"
-    with path.open("wb") as file:
-        file.truncate(10**8 + 1)
-    with pytest.raises(InputError, match=r"config\.json: is larger than 100 MB"):
-        read_json(path)
-
-
-def test_only_the_weights_of_the_index_are_counted(tmp_path):
-    folder = write_folder(tmp_path / "m", random_tensors(tiny()), shards=2)
-    total = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    (folder / "consolidated.safetensors").write_bytes(b"0" * 99)
-    assert weights_size(folder) == total
 
 
 def test_a_nan_in_the_base_is_not_blamed_on_the_adapter(tmp_path):

@@ -22,7 +22,7 @@ from safetensors.numpy import load_file
 
 from lora_tune.errors import InputError
 from lora_tune.hf import header
-from lora_tune.hf.files import open_checkpoint
+from lora_tune.hf.files import INDEX, open_checkpoint
 from lora_tune.hf.load import ignored_tensors, load_params
 from lora_tune.hf.save import save_full, save_merged
 from lora_tune.hf.shards import shard_bytes
@@ -361,3 +361,25 @@ def test_sizes_are_those_of_transformers(text, size):
 def test_what_is_no_size(text):
     with pytest.raises(InputError, match="max_shard_size must be a size such as 5GB"):
         shard_bytes(text)
+
+
+def test_a_nan_in_a_weight_without_adapter_ends_a_merge(tmp_path):
+    leaves, tensors = leaves_of(tiny()), random_tensors(tiny())
+    tensors["model.norm.weight"][3] = np.nan
+    base = write_folder(tmp_path / "m", tensors)
+    with pytest.raises(InputError, match=r"hold a NaN or an infinity.*'model\.norm\.weight'"):
+        save_merged(random_adapters(leaves, LORA), leaves, FAMILY, base, tmp_path / "out")
+    assert os.listdir(tmp_path) == ["m"]
+
+
+def test_links_beside_the_weights_are_refused_before_any_work(tmp_path, monkeypatch):
+    leaves, base = leaves_of(tiny()), write_folder(tmp_path / "m", random_tensors(tiny()))
+    (tmp_path / "elsewhere.json").write_text("{}")
+    (base / "vocab.json").symlink_to(tmp_path / "elsewhere.json")
+    monkeypatch.setattr("lora_tune.hf.save.Merger", None)  # what would do the work
+    with pytest.raises(InputError, match=r"vocab\.json: is a link to"):
+        save_merged(random_adapters(leaves, LORA), leaves, FAMILY, base, tmp_path / "out")
+    (base / "model.safetensors").unlink()
+    (base / INDEX).symlink_to(tmp_path / "elsewhere.json")
+    with pytest.raises(InputError, match=r"index\.json: is a link to"):
+        open_checkpoint(base)
