@@ -43,33 +43,39 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(end="", flush=True)
         return status
     except TripwireError as error:
-        return _fail(str(error), status=1)
+        return _end(error, _fail(str(error), status=1))
     except InputError as error:
-        return _fail(str(error))
+        return _end(error, _fail(str(error)))
     except OSError as error:
         if isinstance(error, BrokenPipeError) and _reader_is_gone():
-            return 128 + signal.SIGPIPE
-        return _fail(_sentence(error))
+            return _end(error, 128 + signal.SIGPIPE)
+        return _end(error, _fail(_sentence(error)))
     except KeyboardInterrupt as stop:
         number = stop.args[0] if stop.args else signal.SIGINT
         print("lora-tune: interrupted", file=sys.stderr)
-        return _end_beside_compiler(128 + number)
+        return _end(stop, 128 + number)
     except Exception as error:
-        if _is_left_alone(error):
-            _fail(
-                "another process of this run has ended, and this one cannot go on without it "
-                f"({str(error).splitlines()[0][:200]}); its own output says why; the same command "
-                "on every host goes on from the last checkpoint",
-                status=1,
-            )
-            sys.stdout.flush()
-            os._exit(1)  # jax would wait for the other at exit
-        if not _is_out_of_memory(error):
+        said = _said_of_devices(error)
+        if said is None:
             raise
-        return _fail(
-            f"not enough memory ({str(error).splitlines()[0] if str(error) else 'no more is said'})"
-            "; lower batch_size or cache_size, or what the recipe asks for"
-        )
+        return _end(error, _fail(said[0], status=said[1]))
+
+
+def _said_of_devices(error: Exception) -> tuple[str, int] | None:
+    """A sentence and a status for what devices or the host may lack, None for other errors."""
+    if _is_left_alone(error):
+        return (
+            "another process of this run has ended, and this one cannot go on without it "
+            f"({str(error).splitlines()[0][:200]}); its own output says why; the same command on "
+            "every host goes on from the last checkpoint"
+        ), 1
+    if _is_out_of_memory(error):
+        first = str(error).splitlines()[0] if str(error) else "no more is said"
+        return (
+            f"not enough memory ({first}); lower batch_size or cache_size, or what the recipe asks "
+            "for"
+        ), 2
+    return None
 
 
 def _is_out_of_memory(error: Exception) -> bool:
@@ -105,12 +111,16 @@ def _reader_is_gone() -> bool:
     return True
 
 
-def _end_beside_compiler(status: int) -> int:
-    """The status; where a thread still compiles, the program ends with it at once.
+def _end(error: BaseException, status: int) -> int:
+    """The status; where something would wait for what cannot come, the program ends at once.
 
-    The interpreter cannot stop such a thread, and would fall with it when it takes jax down.
+    The interpreter cannot stop a thread that compiles, and would fall with it when it takes jax
+    down. Where other processes do not know of the error, jax would wait for them at exit, and they
+    for this one.
     """
-    if any(thread.name == COMPILER for thread in threading.enumerate()):
+    distributed = sys.modules.get("lora_tune.distributed")
+    alone = distributed is not None and distributed.fails_alone(error)
+    if alone or any(thread.name == COMPILER for thread in threading.enumerate()):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

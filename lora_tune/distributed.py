@@ -114,14 +114,52 @@ def together(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except Exception:
+    except Exception as error:
         _gather(True)
+        _agreed(error)
         raise
     failed = np.flatnonzero(_gather(False))
     if failed.size:
-        raise InputError(
-            f"process {failed[0]} could not {what}, so no process goes on; its own output says why"
+        raise _agreed(
+            InputError(
+                f"process {failed[0]} could not {what}, so no process goes on; its own output says "
+                "why"
+            )
         )
+
+
+def fails_alone(error: BaseException) -> bool:
+    """Whether the others do not know of an error that ends this process.
+
+    They wait for it then, and it must not wait for them: not at exit either, as jax would.
+    """
+    return (
+        jax.distributed.is_initialized()
+        and jax.process_count() > 1
+        and not getattr(error, "agreed", False)
+    )
+
+
+def _agreed(error: Exception) -> Exception:
+    """The error, marked as one that every process knows of."""
+    error.agreed = True  # pyright: ignore[reportAttributeAccessIssue]
+    return error
+
+
+def from_first(value: Any) -> Any:
+    """What process 0 has, as JSON values, in every process."""
+    if jax.process_count() == 1:
+        return value
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    padded = np.zeros(int(_gather(np.int64(text.size)).max()), np.uint8)
+    padded[: text.size] = text
+    found = _gather(padded)[0].tobytes().rstrip(b"\0")
+    return json.loads(found)
+
+
+def any_of(flag: bool) -> bool:
+    """Whether it is true in a process."""
+    return bool(_gather(flag).any())
 
 
 def check_same(values: Mapping[str, Any]) -> None:
@@ -135,9 +173,11 @@ def check_same(values: Mapping[str, Any]) -> None:
         digests = _gather(np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8))
         other = np.flatnonzero((digests != digests[:1]).any(axis=-1))
         if other.size:
-            raise InputError(
-                f"{name} of process {other[0]} is not that of process 0; give every host the same "
-                "command, files and versions"
+            raise _agreed(
+                InputError(
+                    f"{name} of process {other[0]} is not that of process 0; give every host the "
+                    "same command, files and versions"
+                )
             )
 
 

@@ -103,7 +103,7 @@ def _check_folders(recipe: schema.Recipe) -> None:
     """Refuses folders that cannot be written, or read, before anything else is."""
     run_dir = Path(recipe.output_dir)
     check_writable(run_dir)
-    if recipe.train.resume not in ("auto", "never"):
+    if recipe.train.resume not in ("auto", "never") and not steps_in(run_dir / "checkpoints"):
         checkpoint_of(recipe.train.resume)
     check_replaceable(run_dir / "adapter", kind="adapter")
     check_replaceable(run_dir / "merged", kind="full" if recipe.lora is None else "merged")
@@ -111,12 +111,13 @@ def _check_folders(recipe: schema.Recipe) -> None:
 
 def _shared(inputs: Inputs) -> dict[str, Any]:
     """What all processes of a run must have in common."""
-    recipe = dataclasses.asdict(inputs.recipe)
+    recipe, held_out = dataclasses.asdict(inputs.recipe), inputs.data.held_out
     del recipe["distributed"]
     return {
         "the recipe": recipe,
         "the model": build.fingerprint(inputs.recipe, inputs.source),
         "the training data": inputs.data.train.position(0),
+        "the held-out data": held_out and held_out.fingerprint,
         "the version of jax": jax.__version__,
         "the version of lora_tune": __version__,
     }
@@ -156,10 +157,13 @@ class _Run:
         restored, start = self._restore(checkpoints, (trainable, opt_state)), 0
         if restored is not None:
             trainable, opt_state, start = restored.trainable, restored.opt_state, restored.meta.step
+        distributed.check_same({"the checkpoint to go on from": start})
         changed = lockfile.changed_packages(self.run_dir) if start else None
-        if distributed.is_first():
-            self._describe(start)
-        with self._metrics(restored) as metrics, self._reported(metrics) as end:
+        with distributed.together("write to the run folder"):
+            if distributed.is_first():
+                self._describe(start)
+            log = self._metrics(restored)
+        with log as metrics, self._reported(metrics) as end:
             if changed is not None:
                 metrics.note(changed)
             self._introduce(metrics, start)
@@ -236,9 +240,9 @@ class _Run:
 
     def _metrics(self, restored: Restored | None) -> MetricsLog:
         if not distributed.is_first():
-            return Unlogged()
+            return Unlogged(self.run_dir)
         start = 0 if restored is None else restored.meta.step
-        writers: list[Writer] = [Terminal(total_steps=self.total_steps, start_step=start)]
+        writers: list[Writer] = []
         log = self.recipe.log
         resume_step = None if restored is None else start
         options = {"project": log.wandb_project, "mode": log.wandb_mode}
@@ -247,6 +251,8 @@ class _Run:
             writers.append(
                 make_writer(name, self.run_dir, config=config, resume_step=resume_step, **options)
             )
+        # Last, since its live line must be ended by whoever begins it.
+        writers.insert(0, Terminal(total_steps=self.total_steps, start_step=start))
         return MetricsLog(self.run_dir, resume_step=resume_step, writers=writers)
 
     def _evaluation(self) -> Callable[[Weights, Weights], dict[str, float]] | None:
@@ -346,11 +352,11 @@ def checkpoint_of(resume: str) -> Path:
       InputError: there is none.
     """
     path = Path(resume).absolute()
-    if path.name.isdecimal() and path.is_dir():
-        return path
     for folder in (path / "checkpoints", path):
         if steps := steps_in(folder):
             return folder / str(steps[-1])
+    if path.name.isdecimal() and path.is_dir():
+        return path
     raise InputError(
         f"train.resume: expected auto, never, a run folder with checkpoints, or one checkpoint "
         f"(RUN/checkpoints/STEP), got {resume!r}, which is none of these"

@@ -2,6 +2,7 @@
 """The command `verify-resume`: trains the end of a run again and compares what was logged."""
 
 import dataclasses
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -112,7 +113,7 @@ def _replay(
         trainable, opt_state, counts = restored.trainable, restored.opt_state, restored.meta.counts
     print(f"training again from step {start + 1} to {end}", flush=True)
     collected = _Collected()
-    loop.run(
+    outcome = loop.run(
         **training.fixed,
         state=(trainable, opt_state, frozen),
         checkpoints=_Unsaved(),
@@ -121,6 +122,8 @@ def _replay(
         start_step=start,
         counts=counts,
     )
+    if outcome.interrupted:
+        raise KeyboardInterrupt(signal.Signals[outcome.interrupted])
     return collected.rows
 
 

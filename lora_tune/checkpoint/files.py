@@ -10,11 +10,12 @@ and `meta` (JSON: what `Meta` holds, and shape, dtype and checksum of every arra
 import errno
 import json
 import os
+import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,11 @@ from lora_tune.distributed import is_first
 from lora_tune.errors import InputError
 
 _FORMAT = 1
+# Of reading: reasons that lie not in the checkpoint.
+_NOT_NOW = re.compile(
+    "Permission denied|Too many open files|Input/output error|Stale file|Cannot allocate|"
+    "RESOURCE_EXHAUSTED"
+)
 _ITEMS = ("trainable", "opt_state")
 # Names, shapes and chunk tables, and files that fill whole blocks.
 _ROOM_PER_ARRAY, _ROOM_PER_CHECKPOINT = 2 * 1024, 160 * 1024
@@ -224,7 +230,7 @@ def _read_record(path: Path) -> dict[str, Any]:
         if record["format"] != _FORMAT or record["meta"]["step"] != int(path.name):
             raise ValueError("its meta item is not one of ours")
     except Exception as error:
-        raise Damaged(first_line(error)) from error
+        _raise_unread(path, error)
     return record
 
 
@@ -249,11 +255,21 @@ def _read_arrays(
             changed = [name for name, now in described.items() if now != saved[item][name]]
             if changed:
                 raise ValueError(f"checksum of {item} {_shortened(changed)} is wrong")
-    except jax.errors.JaxRuntimeError:
-        raise  # of the devices, not of the files
     except Exception as error:
-        raise Damaged(first_line(error)) from error
+        _raise_unread(path, error)
     return arrays
+
+
+def _raise_unread(path: Path, error: Exception) -> NoReturn:
+    """Raises what keeps a checkpoint from being read: it is damaged, or cannot be had just now."""
+    if isinstance(error, (MemoryError, jax.errors.JaxRuntimeError)):
+        raise error  # of the host or the devices, not of the files
+    if _NOT_NOW.search(str(error)):
+        raise InputError(
+            f"checkpoint {path} cannot be read now ({first_line(error)}); see to that, then run "
+            "the same command again"
+        ) from error
+    raise Damaged(first_line(error)) from error
 
 
 def _sharding(leaf: Any) -> jax.sharding.Sharding:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The checkpoints of a run folder: when they are written, which are kept, which is read."""
 
+import contextlib
 import re
 import shutil
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 
 from lora_tune.checkpoint import files
 from lora_tune.checkpoint.files import Damaged, Meta, Restored
-from lora_tune.distributed import is_first, is_left_alone
+from lora_tune.distributed import any_of, from_first, is_first, is_left_alone
 from lora_tune.errors import InputError
 
 _LEFTOVER = re.compile(r"\d+\.(orbax-checkpoint-tmp.*|removed)$")
@@ -120,11 +121,14 @@ class Checkpoints:
         path, writer = self._pending
         self._pending = None
         try:
-            writer.wait_until_finished()
-            writer.close()
+            with contextlib.closing(writer):
+                writer.wait_until_finished()
         except Exception as error:
             self._refused(path, error)
-        self._prune()
+        try:
+            self._prune()
+        except OSError as error:
+            self._warn(f"warning: an old checkpoint could not be removed: {error}")
 
     def restore(self, abstract: tuple[Any, Any]) -> Restored | None:
         """Reads the newest valid checkpoint, or returns None if the folder holds none.
@@ -138,13 +142,16 @@ class Checkpoints:
           InputError: if the checkpoint belongs to another run (fingerprint, or other adapters), or
             if all checkpoints are damaged.
         """
-        found = self.steps()
+        found = from_first(self.steps())
         for step in reversed(found):
             path = self.folder / str(step)
             try:
-                return files.read(path, abstract, self._fingerprint)
+                restored, problem = files.read(path, abstract, self._fingerprint), None
             except Damaged as error:
-                self._set_aside(path, error)
+                restored, problem = None, error
+            if not any_of(problem is not None):
+                return restored
+            self._set_aside(path, problem or Damaged("another process cannot read it"))
         if found:
             raise InputError(
                 f"no checkpoint in {self.folder} can be read (steps {found}, now named "

@@ -110,27 +110,20 @@ class MetricsLog:
 
     def close(self) -> None:
         """Closes the file and the writers."""
-        self._file.close()
-        for writer in self._writers:
-            writer.close()
+        with contextlib.ExitStack() as closing:
+            closing.callback(self._file.close)
+            for writer in self._writers:
+                closing.callback(writer.close)
 
 
 class Unlogged(MetricsLog):
-    """Stands for the log in the processes that leave it to the first."""
+    """Stands for the log of a run folder in the processes that leave it to the first."""
 
-    def __init__(self) -> None:
-        self._rows: list[dict[str, Any]] = []
+    def __init__(self, run_dir: Path | str) -> None:
+        self.path, self._writers = Path(run_dir) / "metrics.jsonl", ()
 
     def write(self, row: Row) -> None:
-        """Keeps the row."""
-        self._rows.append(dict(row))
-
-    def note(self, sentence: str) -> None:
-        """Says nothing."""
-
-    def rows(self) -> list[dict[str, Any]]:
-        """The rows that were written in this process."""
-        return self._rows
+        """The first process has the same row."""
 
     def close(self) -> None:
         """There is nothing to close."""

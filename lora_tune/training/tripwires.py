@@ -18,6 +18,9 @@ ADAPTERS_MOVE_BY_STEP = 2
 class TripwireError(RuntimeError):
     """Training was stopped because it had gone wrong; its text is one sentence for the user."""
 
+    agreed = True
+    """Every process of a run looks at the same numbers; see `lora_tune.distributed`."""
+
 
 def check_trainable(count: int) -> None:
     """Raises if there is nothing to train; `count` is the number of trainable values."""

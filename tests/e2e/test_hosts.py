@@ -2,12 +2,13 @@
 """Two processes with four devices each, on loopback, are one run of eight devices."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,16 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Processes:
     """The same command in some processes, with eight devices together."""
 
-    def __init__(self, recipe: Path, folder: Path, *overrides: str, count: int, devices: int = 8):
+    def __init__(
+        self,
+        recipe: Path,
+        folder: Path,
+        *overrides: str,
+        count: int,
+        devices: int = 8,
+        last: Sequence[str] = (),
+    ):
+        """`last` is what the last process is told besides."""
         self.folder = folder
         with socket.socket() as free:
             free.bind(("localhost", 0))
@@ -59,7 +69,7 @@ class Processes:
         ]
         self.all = [
             subprocess.Popen(
-                [*command, f"output_dir={folder}"]
+                [*command, f"output_dir={folder}", *(last if number == count - 1 else ())]
                 + ([*joined, f"distributed.process_id={number}"] if count > 1 else []),
                 env=environment,
                 stdout=subprocess.PIPE,
@@ -167,10 +177,40 @@ def test_a_host_that_dies_ends_the_job_and_the_rerun_goes_on(
 def test_what_one_process_cannot_do_stops_both_with_its_reason(
     recipe: Path, tmp_path: Path
 ) -> None:
+    folder = tmp_path / "run"
+    processes = Processes(recipe, folder, count=2, last=["data.path=nowhere.jsonl"])
+    (status, output), (its_status, its_output) = processes.wait()
+    assert (status, its_status) == (2, 2)
+    assert "process 1 could not prepare the run, so no process goes on" in output
+    assert "nowhere.jsonl" in its_output
+    assert not folder.exists()
+
+
+def test_what_processes_must_share_is_compared(recipe: Path, tmp_path: Path) -> None:
+    other = write_chats(tmp_path / "other.jsonl", 4)
+    last = [f"data.eval_path={other}"]
+    for status, output in Processes(recipe, tmp_path / "run", count=2, last=last).wait():
+        assert status == 2
+        assert "the recipe of process 1 is not that of process 0" in output
+
+
+def test_a_mesh_that_leaves_devices_out_is_refused(recipe: Path, tmp_path: Path) -> None:
     processes = Processes(recipe, tmp_path / "run", "mesh.expert=1", count=2)
     for status, output in processes.wait():
         assert status == 2
         assert "2 processes have 8 devices together, the mesh uses 4" in output
+
+
+def test_a_process_that_cannot_write_ends_the_others(recipe: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    processes = Processes(recipe, folder, "train.max_steps=500", count=2)
+    processes.wait_for(lambda: processes.logged() > 1)
+    begun = time.monotonic()
+    shutil.rmtree(folder / "checkpoints")
+    (folder / "checkpoints").write_text("in the way")
+    for status, output in processes.wait(timeout=300):
+        assert status != 0, output
+    assert time.monotonic() - begun < 90
 
 
 def test_all_or_nothing_is_said_of_how_to_join(recipe: Path, tmp_path: Path) -> None:

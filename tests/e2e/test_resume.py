@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 from small_run import leftovers, losses_of, rows_of, tree_of, write_chats, write_model, write_recipe
 
-from lora_tune import cli
+from lora_tune import cli, verify
+from lora_tune.training import loop
 
 ROOT = Path(__file__).parents[2]
 STEPS = 12
@@ -262,6 +263,9 @@ def test_a_run_goes_on_from_the_checkpoint_of_another(
     assert cli.main([*arguments, f"train.resume={whole}"]) == 0
     assert f"going on after step {STEPS}" in capsys.readouterr().out
 
+    # What it names may be gone then.
+    assert cli.main([*arguments, f"train.resume={tmp_path / 'gone'}"]) == 0
+
     for wrong in ("awto", str(tmp_path), str(whole / "adapter")):
         place = f"output_dir={tmp_path / 'new'}"
         assert cli.main([f"recipe={recipe}", place, f"train.resume={wrong}"]) == 2
@@ -289,3 +293,23 @@ def test_a_folder_is_used_by_one_run_at_a_time(
     # The process is gone, so is its hold on the folder.
     assert cli.main([f"recipe={recipe}", f"output_dir={run.folder}"]) == 0
     assert ".in_use" not in os.listdir(run.folder)
+
+
+def test_an_interrupt_of_a_verification_is_no_difference(
+    whole: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = loop._numbered
+
+    def interrupted(*args: Any) -> Any:
+        for step, batch in real(*args):
+            if step == STEPS:
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield step, batch
+
+    monkeypatch.setattr(loop, "_numbered", interrupted)
+    # One step more, so that the signal does not come in the last.
+    monkeypatch.setattr(verify, "_start", lambda *_: 0)
+    real_replay = verify._replay
+    monkeypatch.setattr(verify, "_replay", lambda *a: real_replay(*a[:3], STEPS + 1))
+    assert cli.main(["verify-resume", f"run={whole}"]) == 143
+    assert "not what was logged" not in capsys.readouterr().err

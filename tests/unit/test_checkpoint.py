@@ -410,6 +410,23 @@ def test_reading_one_checkpoint_changes_nothing(tmp_path):
     assert folder.steps() == [1, 2]
 
 
+@pytest.mark.parametrize("reason", ["Permission denied", "Too many open files"])
+def test_a_checkpoint_that_cannot_be_had_now_is_not_taken_for_damaged(
+    tmp_path, monkeypatch, reason
+):
+    import orbax.checkpoint as ocp
+
+    def refuse(*args, **kwargs):
+        raise ValueError(f"Error opening file: {reason}")
+
+    folder = open_folder(tmp_path)
+    folder.save(1, small_state(), position={})
+    monkeypatch.setattr(ocp.Checkpointer, "restore", refuse)
+    with pytest.raises(InputError, match=rf"/1 cannot be read now \(.*{reason}\)"):
+        folder.restore(small_state())
+    assert folder.steps() == [1]
+
+
 def test_impossible_settings_are_refused(tmp_path):
     with pytest.raises(InputError, match="keep = 0"):
         Checkpoints(tmp_path, keep=0, every=1)
