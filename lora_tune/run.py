@@ -26,6 +26,7 @@ from lora_tune.generation.text import decode as decode_text
 from lora_tune.hf.adapters import SCALE, A, B
 from lora_tune.hf.files import weights_size
 from lora_tune.hf.folder import (
+    check_companions,
     check_replaceable,
     check_space,
     check_writable,
@@ -93,6 +94,7 @@ def train(recipe: str | Path, overrides: Sequence[str] = ()) -> Result:
                 lockfile.check(wanted, lock)
             if loaded.save.merged and loaded.lora is not None:
                 check_space(run_dir, weights_size(inputs.source.folder))
+                check_companions(inputs.source.folder)
             if distributed.is_first():
                 held.enter_context(run_lock.held(run_dir))
         distributed.check_same(_shared(inputs))

@@ -2,6 +2,7 @@
 """The certificate of a run: the figures as JSON, and the same to read."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,25 @@ def write(folder: Path, certificate: Mapping[str, Any]) -> None:
       InputError: they cannot be written.
     """
     try:
-        replace_file(folder / FIGURES, json.dumps(certificate, indent=2) + "\n")
+        replace_file(folder / FIGURES, _json(certificate))
         replace_file(folder / SUMMARY, summary(certificate))
     except OSError as error:
         raise InputError(
             f"{folder}: the certificate could not be written ({error.strerror or error})"
         ) from error
+
+
+def _json(certificate: Mapping[str, Any]) -> str:
+    """As strict JSON: a figure that is not finite becomes a text."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: plain(each) for key, each in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [plain(each) for each in value]
+        return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(plain(certificate), indent=2, allow_nan=False) + "\n"
 
 
 def summary(certificate: Mapping[str, Any]) -> str:

@@ -30,7 +30,7 @@ from lora_tune.hf.table import bind
 from lora_tune.lora.config import LoraConfig
 from lora_tune.models import FAMILIES
 from lora_tune.models.decoder import Decoder, DecoderOptions
-from lora_tune.proof import merged, serving
+from lora_tune.proof import certificate, merged, serving
 from lora_tune.proof.command import prove
 from lora_tune.proof.cut import cut_adapter
 from lora_tune.proof.part import Prover, Rows
@@ -287,3 +287,12 @@ def test_layers_that_share_are_not_taken_apart(fields):
     model = Decoder(family, family.read_config(config), DecoderOptions())
     with pytest.raises(InputError, match=rf"cannot be proved apart \({next(iter(fields))}\)"):
         plan_windows(config, family, bind(family, model), 1e9)
+
+
+def test_a_certificate_is_strict_json_whatever_was_found():
+    found = {"worst": float("nan"), "rows": [1.5, float("inf")], "problems": ["x"]}
+    assert json.loads(certificate._json(found)) == {
+        "worst": "nan",
+        "rows": [1.5, "inf"],
+        "problems": ["x"],
+    }
