@@ -204,7 +204,10 @@ def test_loss_is_the_mean_over_trained_tokens():
 
 
 def test_gradient_is_that_of_the_loss():
-    """The directional derivative along the gradient itself, by central differences."""
+    """The directional derivative along the gradient itself, by central differences.
+
+    The step is one in which no token changes its experts: that moves the loss by 1e-4 at once.
+    """
     s, batch = setup(), rows_of(cases.row(DOCS, LENGTH))
     step, opt_state = compiled(), s.optimizer.init
     start = jax.tree.map(jnp.copy, s.trainable)
@@ -213,11 +216,11 @@ def test_gradient_is_that_of_the_loss():
     norm = float(metrics["grad_norm"])
     losses = []
     for sign in (1, -1):
-        moved = {n: x + sign * 3e-4 / norm * state.gradients[n] for n, x in s.trainable.items()}
+        moved = {n: x + sign * 2e-4 / norm * state.gradients[n] for n, x in s.trainable.items()}
         losses.append(
             float(step(moved, opt_state(moved), s.frozen, parts, jax.random.key(0))[2]["loss"])
         )
-    np.testing.assert_allclose((losses[0] - losses[1]) / 6e-4, norm, rtol=1e-2)
+    np.testing.assert_allclose((losses[0] - losses[1]) / 4e-4, norm, rtol=1e-2)
 
 
 def scan_outputs(jaxpr):
