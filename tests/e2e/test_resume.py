@@ -2,6 +2,7 @@
 """A run that is killed, or asked to stop, at any moment, and the same command again."""
 
 import json
+import math
 import os
 import random
 import shutil
@@ -13,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from small_run import leftovers, losses_of, rows_of, tree_of, write_chats, write_model, write_recipe
 
@@ -253,7 +253,7 @@ def test_a_log_that_does_not_come_back_is_told(whole: Path, tmp_path: Path, key:
     folder = Path(shutil.copytree(whole, tmp_path / "run"))
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     [row] = [row for row in rows if row["step"] == STEPS - 1 and "loss" in row]
-    row[key] = np.nextafter(row[key], 9e9) if isinstance(row[key], float) else row[key] + 1
+    row[key] = math.nextafter(row[key], 9e9) if isinstance(row[key], float) else row[key] + 1
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     status, _, err = verified(folder, 2)
     assert status == 1
