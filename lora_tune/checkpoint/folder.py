@@ -127,8 +127,8 @@ class Checkpoints:
             self._refused(path, error)
         try:
             self._prune()
-        except OSError as error:
-            self._warn(f"warning: an old checkpoint could not be removed: {error}")
+        except (OSError, InputError) as error:
+            self._warn(f"warning: old checkpoints could not be removed: {error}")
 
     def restore(self, abstract: tuple[Any, Any]) -> Restored | None:
         """Reads the newest valid checkpoint, or returns None if the folder holds none.
