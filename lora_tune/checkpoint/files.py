@@ -89,7 +89,9 @@ def start_writing(path: Path, state: tuple[Any, Any], meta: Meta) -> Any:
     arrays = {item: ocp.args.StandardSave(leaves) for item, leaves in flat.items()}
     writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
     try:
-        writer.save(path, args=ocp.args.Composite(meta=ocp.args.JsonSave(record), **arrays))
+        writer.save(
+            path.absolute(), args=ocp.args.Composite(meta=ocp.args.JsonSave(record), **arrays)
+        )
     except BaseException:
         writer.close()
         raise
@@ -246,7 +248,8 @@ def _read_arrays(
     args = {item: ocp.args.StandardRestore(leaves) for item, leaves in abstract.items()}
     try:
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
-            arrays = dict(reader.restore(path, args=ocp.args.Composite(**args)).items())
+            found = reader.restore(path.absolute(), args=ocp.args.Composite(**args))
+        arrays = dict(found.items())
         for item in wanted:
             described = _describe(arrays[item])
             changed = [name for name, now in described.items() if now != saved[item][name]]

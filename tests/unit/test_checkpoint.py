@@ -410,6 +410,17 @@ def test_reading_one_checkpoint_changes_nothing(tmp_path):
     assert folder.steps() == [1, 2]
 
 
+def test_a_relative_folder_is_one_of_the_current_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    written = open_folder("run/checkpoints").save(1, small_state(2.0), position={})
+    assert written.is_relative_to(tmp_path)
+    relative = Path("run/checkpoints")
+    assert_same_bits(folders.read_one(relative / "1", small_state()).trainable, small_state(2.0)[0])
+    step, trained = folders.read_trained(relative, small_state()[0])
+    assert step == 1
+    assert_same_bits(trained, small_state(2.0)[0])
+
+
 @pytest.mark.parametrize("reason", ["Permission denied", "Too many open files"])
 def test_a_checkpoint_that_cannot_be_had_now_is_not_taken_for_damaged(
     tmp_path, monkeypatch, reason
