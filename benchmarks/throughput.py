@@ -35,9 +35,9 @@ from lora_tune.api import save_adapter, save_merged
 from lora_tune.data import sources
 from lora_tune.data import tokenizer as tokenizers
 from lora_tune.data.batch import build as build_batch
+from lora_tune.data.encode import encode_rows
 from lora_tune.data.messages import Encoder
 from lora_tune.data.packing import pack
-from lora_tune.data.pipeline import encode_rows
 from lora_tune.hf.table import bind
 from lora_tune.lora.config import LoraConfig
 from lora_tune.lora.inject import LORA_B, add_lora

@@ -19,7 +19,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lora_tune import assets, distributed, progress, sharding
-from lora_tune.data import pipeline
+from lora_tune.data.dataset import eval_batches
+from lora_tune.data.examples import Examples
 from lora_tune.errors import InputError, said_of
 from lora_tune.hf.files import read_json
 from lora_tune.hf.hub import Source, check_complete, find_model
@@ -350,7 +351,7 @@ def make_place(mesh: Mesh | None, accumulation: int) -> Callable[[Batch], Any]:
 
 
 def make_evaluation(
-    recipe: schema.Recipe, split: SplitModel, held_out: pipeline.Examples, mesh: Mesh | None
+    recipe: schema.Recipe, split: SplitModel, held_out: Examples, mesh: Mesh | None
 ) -> Callable[[Weights, Weights], dict[str, float]]:
     """Makes `evaluate(trainable, frozen)` over all held-out examples, one a row.
 
@@ -369,9 +370,7 @@ def make_evaluation(
 
     def evaluate(trainable: Weights, frozen: Weights) -> dict[str, float]:
         total: dict[str, float] = {}
-        batches = pipeline.eval_batches(
-            held_out, max_length=recipe.data.max_length, batch_size=batch_size
-        )
+        batches = eval_batches(held_out, max_length=recipe.data.max_length, batch_size=batch_size)
         for batch in batches:
             rows = {name: array[0] for name, array in place(batch).items()}
             for name, value in jax.device_get(step(trainable, frozen, rows)).items():

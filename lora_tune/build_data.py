@@ -8,9 +8,12 @@ from typing import Any
 import numpy as np
 
 from lora_tune import assets
-from lora_tune.data import pipeline, sources
+from lora_tune.data import sources
 from lora_tune.data import tokenizer as tokenizers
 from lora_tune.data.batch import Batch
+from lora_tune.data.dataset import Dataset
+from lora_tune.data.encode import encode_rows
+from lora_tune.data.examples import Examples, join
 from lora_tune.data.messages import Encoder, Example
 from lora_tune.errors import said_of
 from lora_tune.hf.hub import Source
@@ -21,8 +24,8 @@ from lora_tune.recipe import schema
 class Data:
     """The rows of a run: endless training batches and, if there are any, held-out examples."""
 
-    train: pipeline.Dataset
-    held_out: pipeline.Examples | None
+    train: Dataset
+    held_out: Examples | None
     first: Example
 
     def batches(self, start_step: int = 0) -> Iterator[Batch]:
@@ -49,7 +52,7 @@ def make_data(recipe: schema.Recipe, tokenizer: Any, local_rows: np.ndarray | No
             held_out = _examples(section, tokenizer, source)
     given = section.all_sources()
     weights = [source.weight for source in given if source.weight is not None]
-    dataset = pipeline.Dataset(
+    dataset = Dataset(
         examples,
         max_length=section.max_length,
         batch_size=recipe.train.batch_size,
@@ -68,9 +71,7 @@ def first_examples(recipe: schema.Recipe, tokenizer: Any, count: int) -> list[Ex
     return [found[i] for i in range(min(count, len(found)))]
 
 
-def _training_examples(
-    section: schema.Data, tokenizer: Any, count: int | None
-) -> pipeline.Examples:
+def _training_examples(section: schema.Data, tokenizer: Any, count: int | None) -> Examples:
     """The examples of every source, or of the first `count` rows of the first one."""
     given = section.all_sources()
     if count is not None:
@@ -79,10 +80,10 @@ def _training_examples(
     for i, source in enumerate(given):
         with said_of(f"data.sources[{i}]" if section.sources else "data.path"):
             parts.append(_examples(section, tokenizer, source))
-    return pipeline.join(parts)
+    return join(parts)
 
 
-def _examples(section: schema.Data, tokenizer: Any, source: schema.Source) -> pipeline.Examples:
+def _examples(section: schema.Data, tokenizer: Any, source: schema.Source) -> Examples:
     drop_bad_rows = section.on_bad_row == "drop"
     rows = sources.read(
         assets.resolve_all(source.path),
@@ -107,7 +108,7 @@ def _examples(section: schema.Data, tokenizer: Any, source: schema.Source) -> pi
         reasoning=section.reasoning,
     )
     name = source.name or _name(source.path)
-    return pipeline.encode_rows(rows, encoder, name=name, drop_bad_rows=drop_bad_rows)
+    return encode_rows(rows, encoder, name=name, drop_bad_rows=drop_bad_rows)
 
 
 def _name(path: str | list[str]) -> str:

@@ -11,7 +11,8 @@ import numpy as np
 
 from lora_tune.build_data import Data
 from lora_tune.data import batch
-from lora_tune.data.pipeline import Dataset, Examples
+from lora_tune.data.dataset import Dataset
+from lora_tune.data.examples import Examples
 
 Verdict = Literal["ok", "warning", "error"]
 _FULL = 0.8

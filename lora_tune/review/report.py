@@ -9,8 +9,9 @@ from typing import Any, Literal
 import numpy as np
 
 from lora_tune.build_data import Data
+from lora_tune.data.dataset import Dataset
+from lora_tune.data.examples import DataReport
 from lora_tune.data.messages import Example, preview
-from lora_tune.data.pipeline import DataReport, Dataset
 from lora_tune.review.checks import Check, run
 
 Kind = Literal["trained", "context", "boundary", "padding"]

@@ -5,7 +5,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lora_tune.data.pipeline import DataReport
+from lora_tune.data.examples import DataReport
 from lora_tune.review.report import Piece, Report
 
 _STYLES = {"trained": "bold green", "context": "", "boundary": "bold blue", "padding": "dim"}

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lora_tune.data import sources
+from lora_tune.data.encode import encode_rows
 from lora_tune.data.formats import COLUMNS, FORMATS
 from lora_tune.data.messages import Encoder, encode
-from lora_tune.data.pipeline import encode_rows
 from lora_tune.errors import InputError, short
 
 GOOD = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}

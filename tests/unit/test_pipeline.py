@@ -8,16 +8,10 @@ import pytest
 from chat_tokenizers import CHATML_TEMPLATE, qwen
 
 from lora_tune.data import batch, sources
+from lora_tune.data.dataset import Dataset, eval_batches
+from lora_tune.data.encode import BAD_ROW, encode_rows
+from lora_tune.data.examples import DataReport, Examples, join
 from lora_tune.data.messages import Encoder, Example
-from lora_tune.data.pipeline import (
-    BAD_ROW,
-    DataReport,
-    Dataset,
-    Examples,
-    encode_rows,
-    eval_batches,
-    join,
-)
 from lora_tune.errors import InputError
 
 
