@@ -128,7 +128,9 @@ def _end(error: BaseException, status: int) -> int:
 
 
 def _fail(sentence: str, *, status: int = 2) -> int:
-    print(f"lora-tune: error: {masked(' '.join(sentence.split()))}", file=sys.stderr)
+    line = masked(" ".join(sentence.split()))
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    print(f"lora-tune: error: {shown}", file=sys.stderr)
     return status
 
 

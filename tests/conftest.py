@@ -17,5 +17,10 @@ os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 
 import jax
+from hypothesis import settings
+
+# `pytest --hypothesis-profile=many tests/unit/test_malformed.py tests/unit/test_hostile.py
+# tests/e2e/test_spoilt.py`: more than 10,000 malformed rows, recipes and files.
+settings.register_profile("many", max_examples=1100)
 
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -5,12 +5,11 @@ from pathlib import Path
 
 from lora_tune import build, words
 from lora_tune.errors import InputError
-from lora_tune.hf.files import read_json
 from lora_tune.hf.folder import check_apart, check_replaceable
 from lora_tune.hf.header import read_header
 from lora_tune.hf.hub import Source
 from lora_tune.hf.peft import WEIGHTS_FILE, adapter_arrays, load_adapter, save_adapter
-from lora_tune.hf.peft_config import CONFIG_FILE, PARAMETER_TYPES, split_expert
+from lora_tune.hf.peft_config import CONFIG_FILE, PARAMETER_TYPES, read_config, split_expert
 from lora_tune.hf.table import bind
 from lora_tune.lora.targets import adaptable_modules, resolve
 from lora_tune.models.decoder import DecoderOptions
@@ -37,8 +36,8 @@ def convert(pairs: words.Pairs) -> None:
         raise InputError(f"layout is {layout!r}, expected one of {', '.join(LAYOUTS)}")
     if not (old / CONFIG_FILE).is_file():
         raise InputError(f"{old} holds no adapter: there is no {CONFIG_FILE} in it")
-    config = read_json(old / CONFIG_FILE)
-    base, revision = config.get("base_model_name_or_path"), config.get("revision")
+    config = read_config(old)
+    base, revision = config.base, config.revision
     model = build.abstract_model(_base(given, base, revision), DecoderOptions())
     leaves = bind(model.family, model)
     assert model.origin is not None  # build gave it one

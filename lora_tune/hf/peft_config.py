@@ -18,10 +18,11 @@ import dataclasses
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any
 
+from lora_tune.errors import short
 from lora_tune.hf.files import raise_listed, read_json
 from lora_tune.lora.config import LoraConfig, scaling
 from lora_tune.lora.targets import Target, list_matches, pattern_value
@@ -156,7 +157,7 @@ def make_config(
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What an `adapter_config.json` says about ranks and scales.
+    """What an `adapter_config.json` says about ranks, scales and the base.
 
     With `transposes_fused` it was written by a PEFT that transposed the update of fused experts.
     """
@@ -169,6 +170,8 @@ class Settings:
     alpha_pattern: Mapping[str, float]
     parameters: tuple[str, ...]
     transposes_fused: bool = False
+    base: str | None = None
+    revision: str | None = None
 
     def target(self, name: str) -> Target:
         """Rank, alpha and scale that PEFT gives to a module, or to a parameter it targets."""
@@ -193,6 +196,54 @@ class Settings:
         return Target(r, alpha, scaling(r, alpha, self.use_rslora))
 
 
+def _is_rank(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 2**31
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_alpha(value: Any) -> bool:
+    return _is_number(value) and 0 < value < _ALPHAS_END
+
+
+def _is_pattern(value: Any, of: Callable[[Any], bool]) -> bool:
+    return isinstance(value, dict) and all(map(of, value.values())) and all(map(_compiles, value))
+
+
+def _compiles(pattern: str) -> bool:
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError):
+        return False
+    return True
+
+
+_ALPHAS_END = 1e30
+_FORMS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "r": (_is_rank, "a whole number >= 1"),
+    "lora_alpha": (_is_alpha, "a number > 0"),
+    "lora_dropout": (lambda value: _is_number(value) and 0 <= value < 1, "a number in [0, 1)"),
+    "use_rslora": (lambda value: isinstance(value, bool), "true or false"),
+    "rank_pattern": (
+        lambda value: _is_pattern(value, _is_rank),
+        "an object with a whole number >= 1 for each regular expression",
+    ),
+    "alpha_pattern": (
+        lambda value: _is_pattern(value, _is_alpha),
+        "an object with a number > 0 for each regular expression",
+    ),
+    "target_parameters": (
+        lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
+        "a list of names",
+    ),
+    "base_model_name_or_path": (lambda value: isinstance(value, str), "a text"),
+    "revision": (lambda value: isinstance(value, str), "a text"),
+}
+"""Field -> what it may be, where it is not null, and that in words."""
+
+
 def read_config(folder: FilePath) -> Settings:
     """Reads `adapter_config.json` as data.
 
@@ -210,21 +261,21 @@ def read_config(folder: FilePath) -> Settings:
         problems.append(
             f"init_lora_weights={init!r} changes the base weights; convert it to plain LoRA first"
         )
-    r, alpha = raw.get("r"), raw.get("lora_alpha")
-    if not isinstance(r, int) or r < 1:
-        problems.append(f"r={r!r}, expected a whole number >= 1")
-    if not isinstance(alpha, (int, float)):
-        problems.append(f"lora_alpha={alpha!r}, expected a number")
+    for key, (good, expected) in _FORMS.items():
+        if (raw.get(key) is not None or key in ("r", "lora_alpha")) and not good(raw.get(key)):
+            problems.append(f"{key}={short(raw.get(key))}, expected {expected}")
     raise_listed(f"{path}: cannot be read as a plain LoRA adapter", problems)
     return Settings(
         r=raw["r"],
         alpha=float(raw["lora_alpha"]),
         dropout=float(raw.get("lora_dropout") or 0.0),
-        use_rslora=bool(raw.get("use_rslora")),
+        use_rslora=raw.get("use_rslora") or False,
         rank_pattern=raw.get("rank_pattern") or {},
         alpha_pattern=raw.get("alpha_pattern") or {},
         parameters=tuple(raw.get("target_parameters") or ()),
         transposes_fused=_is_before(raw.get("peft_version"), _STRAIGHT_SINCE),
+        base=raw.get("base_model_name_or_path"),
+        revision=raw.get("revision"),
     )
 
 

@@ -14,6 +14,7 @@ import pytest
 from hf_cases import FAMILY, leaves_of, random_adapters, random_tensors, tiny, write_folder
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from mutations import share
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -344,7 +345,7 @@ def bytes_of(folder: Path) -> dict[str, tuple]:
     return {n: (t.file, t.dtype, t.shape, t.bytes().tobytes()) for n, t in held.items()}
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=share(1.5), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_changed_bytes_are_refused_or_change_nothing(tmp_path_factory, data):
     """Of headers and the index; where ours is read, so is the library's, and alike."""

@@ -13,6 +13,7 @@ import pytest
 from chat_tokenizers import CHATML_TEMPLATE, llama3, qwen
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mutations import mutated, share
 
 from lora_tune.data import sources
 from lora_tune.data.encode import encode_rows
@@ -32,22 +33,6 @@ LINES = [
     + CALL
     + ']}], "tools": []}',
 ]
-NASTY = [
-    "{",
-    "}",
-    "[",
-    "]",
-    '"',
-    "\\ud800",
-    "\\u0000",
-    "\x00",
-    "1e999",
-    "NaN",
-    "9" * 5000,
-    "\ufeff",
-]
-NASTY += ["null", "\r\n", "\n\n", "[" * 2000, '{"a":' * 2000, ",", "\\", "true", "-", "\udc80", " "]
-
 TEXTS = st.text(max_size=8) | st.sampled_from(
     ["", " ", "\x00", "<think>", "</think>", "<|im_end|>"]
 )
@@ -135,13 +120,6 @@ def in_file(name, content):
         return [survives(path, drop=drop) for drop in (False, True)]
 
 
-def mutated(draw, line):
-    """A line with something put in, taken out or written over."""
-    at = draw(st.integers(0, len(line)))
-    stop = draw(st.integers(at, min(len(line), at + 12)))
-    return line[:at] + draw(st.sampled_from(NASTY) | st.text(max_size=3)) + line[stop:]
-
-
 @st.composite
 def broken_lines(draw):
     lines = draw(st.lists(st.sampled_from(LINES), min_size=1, max_size=4))
@@ -150,13 +128,13 @@ def broken_lines(draw):
     return text.encode("utf-8", "surrogatepass")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=share(1.5), deadline=None)
 @given(broken_lines(), st.sampled_from(["a.jsonl", "a.json", "a.csv", "a.tsv"]))
 def test_broken_files(content, name):
     in_file(name, content)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=share(0.4), deadline=None)
 @given(
     st.binary(max_size=60), st.sampled_from(["a.jsonl", "a.json", "a.csv", "a.parquet", "a.csv.gz"])
 )
@@ -164,14 +142,14 @@ def test_bytes_of_any_kind(content, name):
     in_file(name, content)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=share(0.4), deadline=None)
 @given(broken_lines(), st.integers(0, 80))
 def test_packed_files_that_are_cut(content, cut):
     packed = gzip.compress(content, mtime=0)
     in_file("a.jsonl.gz", packed[: max(0, len(packed) - cut)])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=share(2), deadline=None)
 @given(ROW | NEARLY, st.sampled_from([*FORMATS]), st.sampled_from(["keep", "drop", "last", None]))
 def test_rows_of_any_values(row, format, reasoning):
     for tok in (QWEN, PLAIN, LLAMA):
@@ -180,7 +158,7 @@ def test_rows_of_any_values(row, format, reasoning):
         assert not isinstance(found, str) or found.startswith("f.jsonl:7")
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=share(0.25), deadline=None)
 @given(st.lists(ROW | NEARLY, min_size=1, max_size=3))
 def test_parquet_of_any_values(rows):
     try:
