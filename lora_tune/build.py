@@ -19,8 +19,6 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lora_tune import assets, distributed, progress, sharding
-from lora_tune.data.dataset import eval_batches
-from lora_tune.data.examples import Examples
 from lora_tune.errors import InputError, said_of
 from lora_tune.hf.files import read_json
 from lora_tune.hf.hub import Source, check_complete, find_model
@@ -37,8 +35,8 @@ from lora_tune.models.fields import max_positions
 from lora_tune.models.initial import initialise
 from lora_tune.recipe import schema
 from lora_tune.training.optim import Schedule, make_optimizer
-from lora_tune.training.state import SplitModel, Weights
-from lora_tune.training.step import make_eval_step, make_step
+from lora_tune.training.state import SplitModel
+from lora_tune.training.step import make_step
 
 Batch = Mapping[str, np.ndarray]
 _HOST_BYTES = 20
@@ -316,7 +314,8 @@ def jit_step(
     Trained weights and optimizer state are donated, and leave as they came in.
     """
     dropout = recipe.lora is not None and recipe.lora.lora_dropout > 0
-    step = make_step(split, optimizer, mesh=mesh, dropout=dropout)
+    names = recipe.data.source_names()
+    step = make_step(split, optimizer, mesh=mesh, dropout=dropout, sources=names)
     if mesh is None:
         return jax.jit(step, donate_argnums=(0, 1))
     out = (split.shardings(mesh, split.trainable), opt_shardings, None)
@@ -348,42 +347,6 @@ def make_place(mesh: Mesh | None, accumulation: int) -> Callable[[Batch], Any]:
         return distributed.put(parts, rows)
 
     return place
-
-
-def make_evaluation(
-    recipe: schema.Recipe, split: SplitModel, held_out: Examples, mesh: Mesh | None
-) -> Callable[[Weights, Weights], dict[str, float]]:
-    """Makes `evaluate(trainable, frozen)` over all held-out examples, one a row.
-
-    Its numbers are sums over tokens (or answers) divided once, so they do not depend on the batch
-    size: `eval_loss` and `eval_token_accuracy` over trained tokens, and `eval_accuracy`, the share
-    of examples whose every trained token is the most likely one: those that greedy decoding
-    answers word for word.
-    """
-    step = jax.jit(make_eval_step(split, mesh=mesh))
-    shards = 1 if mesh is None else int(np.prod([mesh.shape[a] for a in sharding.BATCH_AXES]))
-    wanted = recipe.eval.batch_size or (
-        recipe.train.batch_size // recipe.train.gradient_accumulation_steps
-    )
-    batch_size = -(-wanted // shards) * shards
-    place = make_place(mesh, 1)
-
-    def evaluate(trainable: Weights, frozen: Weights) -> dict[str, float]:
-        total: dict[str, float] = {}
-        batches = eval_batches(held_out, max_length=recipe.data.max_length, batch_size=batch_size)
-        for batch in batches:
-            rows = {name: array[0] for name, array in place(batch).items()}
-            for name, value in jax.device_get(step(trainable, frozen, rows)).items():
-                total[name] = total.get(name, 0.0) + float(value)
-        tokens = max(total["trained_tokens"], 1.0)
-        return {
-            "eval_loss": total["nll"] / tokens,
-            "eval_token_accuracy": total["correct_tokens"] / tokens,
-            "eval_accuracy": total["exact_rows"] / max(total["rows"], 1.0),
-            "eval_examples": total["rows"],
-        }
-
-    return evaluate
 
 
 def fingerprint(recipe: schema.Recipe, source: Source) -> dict[str, Any]:

@@ -22,10 +22,15 @@ from lora_tune.recipe import schema
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """The rows of a run: endless training batches and, if there are any, held-out examples."""
+    """The rows of a run: endless training batches and, if there are any, held-out examples.
+
+    Each source of the held-out examples belongs to one of the `eval_sets`, which are names; that of
+    `data.eval_path` has none and is "".
+    """
 
     train: Dataset
     held_out: Examples | None
+    eval_sets: tuple[str, ...]
     first: Example
 
     def batches(self, start_step: int = 0) -> Iterator[Batch]:
@@ -45,11 +50,7 @@ def make_data(recipe: schema.Recipe, tokenizer: Any, local_rows: np.ndarray | No
     """Reads, encodes and packs the rows of a recipe; see `Dataset` on `local_rows`."""
     section = recipe.data
     examples = _training_examples(section, tokenizer, None)
-    held_out = None
-    if section.eval_path is not None:
-        source = schema.Source(section.eval_path, split=section.eval_split, subset=section.subset)
-        with said_of("data.eval_path"):
-            held_out = _examples(section, tokenizer, source)
+    held_out, eval_sets = _held_out(section, tokenizer)
     given = section.all_sources()
     weights = [source.weight for source in given if source.weight is not None]
     dataset = Dataset(
@@ -62,7 +63,7 @@ def make_data(recipe: schema.Recipe, tokenizer: Any, local_rows: np.ndarray | No
         weights=weights or None,
         local_rows=local_rows,
     )
-    return Data(dataset, held_out, examples[0])
+    return Data(dataset, held_out, eval_sets, examples[0])
 
 
 def first_examples(recipe: schema.Recipe, tokenizer: Any, count: int) -> list[Example]:
@@ -81,6 +82,17 @@ def _training_examples(section: schema.Data, tokenizer: Any, count: int | None) 
         with said_of(f"data.sources[{i}]" if section.sources else "data.path"):
             parts.append(_examples(section, tokenizer, source))
     return join(parts)
+
+
+def _held_out(section: schema.Data, tokenizer: Any) -> tuple[Examples | None, tuple[str, ...]]:
+    """The examples of all held-out sets, and the name of the set of each of their sources."""
+    parts, names = [], []
+    for i, each in enumerate(section.all_eval_sets()):
+        for source in each.sources():
+            with said_of(f"data.eval_sets[{i}]" if each.name else "data.eval_path"):
+                parts.append(_examples(section, tokenizer, source))
+            names.append(each.name)
+    return join(parts) if parts else None, tuple(names)
 
 
 def _examples(section: schema.Data, tokenizer: Any, source: schema.Source) -> Examples:
@@ -107,12 +119,7 @@ def _examples(section: schema.Data, tokenizer: Any, source: schema.Source) -> Ex
         train_on_eos=section.train_on_eos,
         reasoning=section.reasoning,
     )
-    name = source.name or _name(source.path)
-    return encode_rows(rows, encoder, name=name, drop_bad_rows=drop_bad_rows)
-
-
-def _name(path: str | list[str]) -> str:
-    return path if isinstance(path, str) else ", ".join(path)
+    return encode_rows(rows, encoder, name=source.called(), drop_bad_rows=drop_bad_rows)
 
 
 def make_tokenizer(recipe: schema.Recipe, source: Source, vocab_size: int | None) -> Any:

@@ -5,14 +5,14 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from lora_tune import __version__, build, distributed, lockfile, run_lock
+from lora_tune import __version__, build, build_evaluation, distributed, lockfile, run_lock
 from lora_tune import recipe as recipes
 from lora_tune.checkpoint.files import Restored
 from lora_tune.checkpoint.folder import Checkpoints, read_one, steps_in
@@ -177,7 +177,7 @@ class _Run:
                 total_steps=self.total_steps,
                 start_step=start,
                 counts=None if restored is None else restored.meta.counts,
-                eval_fn=self._evaluation(),
+                eval_fn=build_evaluation.make_evaluation(recipe, self.split, self.data, self.mesh),
                 eval_every=recipe.eval.every,
                 sample_fn=self._sampler(),
                 sample_every=recipe.eval.samples_every,
@@ -256,11 +256,6 @@ class _Run:
         # Last, since its live line must be ended by whoever begins it.
         writers.insert(0, Terminal(total_steps=self.total_steps, start_step=start))
         return MetricsLog(self.run_dir, resume_step=resume_step, writers=writers)
-
-    def _evaluation(self) -> Callable[[Weights, Weights], dict[str, float]] | None:
-        if self.data.held_out is None:
-            return None
-        return build.make_evaluation(self.recipe, self.split, self.data.held_out, self.mesh)
 
     def _introduce(self, metrics: MetricsLog, start: int) -> None:
         report = self.data.train.report

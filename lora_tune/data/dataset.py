@@ -86,8 +86,8 @@ class Dataset:
         """Yield `(step, arrays [batch_size, max_length])` from `start_step` on."""
         for step in count(start_step):
             ids = zip(self.example_ids(step), self._local, strict=True)
-            rows = [[self.examples[i] for i in row] if mine else [] for row, mine in ids]
-            yield step, batches.build(rows, max_length=self.max_length)
+            rows = [row if mine else [] for row, mine in ids]
+            yield step, _batch_of(self.examples, rows, self.max_length)
 
     def example_ids(self, step: int) -> list[list[int]]:
         """The examples in each row of a step's batch, in the order they stand in it."""
@@ -190,9 +190,15 @@ def eval_batches(
     if packing:
         rows = packer.pack(examples.lengths, max_length)
     for start in range(0, len(rows), batch_size):
-        documents = [[examples[i] for i in row] for row in rows[start : start + batch_size]]
-        documents += [[] for _ in range(batch_size - len(documents))]
-        yield batches.build(documents, max_length=max_length)
+        given = rows[start : start + batch_size]
+        given += [[] for _ in range(batch_size - len(given))]
+        yield _batch_of(examples, given, max_length)
+
+
+def _batch_of(examples: Examples, rows: Sequence[Sequence[int]], max_length: int) -> Batch:
+    documents = [[examples[i] for i in row] for row in rows]
+    several = len(examples.counts) > 1
+    return batches.build(documents, max_length=max_length, with_sources=several)
 
 
 def _check_lengths(examples: Examples, max_length: int) -> None:

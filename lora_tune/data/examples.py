@@ -55,7 +55,16 @@ class Examples(Sized):
 
     def __getitem__(self, index: int) -> Example:
         part = slice(self.offsets[index], self.offsets[index + 1])
-        return Example(self.tokens[part], self.mask[part])
+        return Example(self.tokens[part], self.mask[part], int(self._source_of[index]))
+
+    @property
+    def names(self) -> list[str]:
+        """What each source is called."""
+        return [source.source for source in self.sources or (self.report,)]
+
+    @cached_property
+    def _source_of(self) -> np.ndarray:
+        return np.repeat(np.arange(len(self.counts)), self.counts)
 
     @cached_property
     def lengths(self) -> np.ndarray:

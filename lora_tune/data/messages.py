@@ -32,10 +32,14 @@ TrainOnEos = Literal["turn", "last", "all", "none"]
 
 @dataclass(frozen=True)
 class Example:
-    """One document: `tokens` int32 [n] and `mask` bool [n], True where a token is trained."""
+    """One document: `tokens` int32 [n] and `mask` bool [n], True where a token is trained.
+
+    `source` is the number of the source that it comes from.
+    """
 
     tokens: np.ndarray
     mask: np.ndarray
+    source: int = 0
 
     @property
     def trained_tokens(self) -> int:

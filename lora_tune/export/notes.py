@@ -5,7 +5,7 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -16,10 +16,10 @@ from lora_tune.data.files import local_files
 from lora_tune.errors import InputError
 from lora_tune.hf.card import is_hub_id
 from lora_tune.recipe import schema
+from lora_tune.recipe.figures import figures
 from lora_tune.trained import Trained
 
 _SECTIONS = ("model", "lora", "data", "optim", "train")
-_FIGURES = ("loss", "eval_loss", "eval_token_accuracy", "eval_accuracy")
 
 
 def training_notes(run: Trained) -> str:
@@ -32,12 +32,13 @@ def _lines(run: Trained) -> Iterator[str]:
     yield f"- {run.step} steps with lora-tune"
     for source in run.recipe.data.all_sources():
         yield f"- data: {fingerprint(source.path)}"
-    if run.recipe.data.eval_path is not None:
-        yield f"- eval data: {fingerprint(run.recipe.data.eval_path)}"
-    figures = _figures(run.folder / "metrics.jsonl", run.step or 0)
-    if figures:
+    for each in run.recipe.data.all_eval_sets():
+        yield f"- eval data{each.name and f' {each.name}'}: {fingerprint(each.path)}"
+    names = ["loss", *figures(run.recipe)]
+    found = _newest(run.folder / "metrics.jsonl", run.step or 0, names)
+    if found:
         yield from ("", "| figure | step | value |", "|---|---:|---:|")
-        for name, (step, value) in figures.items():
+        for name, (step, value) in found.items():
             yield f"| `{name}` | {step} | {value:.4g} |"
     yield from ("", "```yaml", _recipe(run.recipe).rstrip(), "```")
 
@@ -59,15 +60,15 @@ def fingerprint(path: str | list[str]) -> str:
     return f"`{shown}`, SHA-256 `{digest.hexdigest()}`"
 
 
-def _figures(path: Path, last: int) -> dict[str, tuple[int, float]]:
+def _newest(path: Path, last: int, names: Sequence[str]) -> dict[str, tuple[int, float]]:
     """The newest value of each figure up to a step, and its step."""
     found: dict[str, tuple[int, float]] = {}
     if path.is_file():
         for line in path.read_text(encoding="utf-8").splitlines():
             row: Mapping[str, Any] = json.loads(line)
             if row["step"] <= last:
-                found |= {n: (row["step"], row[n]) for n in _FIGURES if n in row}
-    return {name: found[name] for name in _FIGURES if name in found}
+                found |= {n: (row["step"], row[n]) for n in names if n in row}
+    return {name: found[name] for name in names if name in found}
 
 
 def _recipe(recipe: schema.Recipe) -> str:

@@ -2,6 +2,7 @@
 """Values outside their range, and values that cannot stand together."""
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from difflib import get_close_matches
@@ -153,7 +154,44 @@ def _model_and_lora(recipe: Recipe) -> Iterator[str]:
         yield str(error)
 
 
+def _eval_sets(data: Data) -> Iterator[str]:
+    if data.eval_sets and data.eval_path is not None:
+        yield (
+            "data.eval_path and data.eval_sets are both set; set data.eval_path to null and make "
+            "it one of the sets"
+        )
+    yield from _twice("data.eval_sets", [each.name for each in data.eval_sets])
+    for i, each in enumerate(data.eval_sets):
+        place = f"data.eval_sets[{i}]"
+        if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", each.name, re.ASCII):
+            yield (
+                f"{place}.name must be letters, digits, _, . and -, for eval_NAME_loss, got "
+                f"{each.name!r}"
+            )
+        elif each.name.endswith("token"):
+            yield (
+                f"{place}.name must not end in token, since eval_token_accuracy is a figure of all "
+                f"sets, got {each.name!r}"
+            )
+        if each.max_samples is not None and each.max_samples < 1:
+            yield f"{place}.max_samples must be at least 1, got {each.max_samples}"
+        yield from _twice(f"{place}.path", [source.called() for source in each.sources()])
+        if not each.path:
+            yield f"{place}.path is empty; name a file, or remove the set"
+
+
+def _twice(place: str, names: list[str]) -> Iterator[str]:
+    """Say which items of a list have the name of an earlier one."""
+    for i, name in enumerate(names):
+        if name in names[:i]:
+            yield (
+                f"{place}[{i}] is called {name!r} as {place}[{names.index(name)}] is; give it "
+                "another name, since figures in the log go by name"
+            )
+
+
 def _data(data: Data) -> Iterator[str]:
+    yield from _eval_sets(data)
     if not data.assistant_only_loss:
         for key in ("mask_history", "reasoning"):
             if getattr(data, key):
@@ -178,6 +216,7 @@ def _data(data: Data) -> Iterator[str]:
             yield f"data.sources[{i}].max_samples must be at least 1, got {rows}"
     if len({source.weight is None for source in data.sources}) > 1:
         yield "data.sources: some have a weight and some have none; give all of them one, or none"
+    yield from _twice("data.sources", data.source_names())
 
 
 def _schedule(recipe: Recipe) -> Iterator[str]:
@@ -224,13 +263,14 @@ def _batches(recipe: Recipe) -> Iterator[str]:
 
 
 def _reports(recipe: Recipe) -> Iterator[str]:
-    if recipe.data.eval_path is None:
+    held_out = recipe.data.all_eval_sets()
+    if not held_out:
         for key in ("every", "batch_size", "num_samples"):
             if getattr(recipe.eval, key):
                 yield f"eval.{key} needs held-out rows; set data.eval_path"
     if recipe.eval.samples_every and not recipe.eval.num_samples:
         keys = "eval.num_samples"
-        if recipe.data.eval_path is None:
+        if not held_out:
             keys += " and data.eval_path"
         yield f"eval.samples_every has no effect with eval.num_samples: 0; set {keys}"
     yield from _reporters(recipe.log)

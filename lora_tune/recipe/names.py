@@ -50,7 +50,8 @@ _FOREIGN: Mapping[str, str] = {
     "mix_strategy": "data.sources",
     "train_file": "data.path",
     "eval_dataset": "data.eval_path",
-    "test_datasets": "data.eval_path",
+    "eval_datasets": "data.eval_sets",
+    "test_datasets": "data.eval_sets",
     "test_size": "data.eval_path",
     "val_dataset": "data.eval_path",
     "val_set_size": "data.eval_path",
@@ -145,7 +146,7 @@ _FOREIGN: Mapping[str, str] = {
     "per_device_eval_batch_size": "eval.batch_size",
 }
 
-# The same for the keys of an item of `data.sources`.
+# The same for the keys of an item of `data.sources` or `data.eval_sets`.
 _FOREIGN_IN_SOURCES: Mapping[str, str] = {
     "config": "subset",
     "data_files": "path",
@@ -163,6 +164,7 @@ _FOREIGN_IN_SOURCES: Mapping[str, str] = {
 _MEANINGS: Mapping[str, str] = {
     "data.sources": "a list of {path: …, weight: …}; data.path names a single one",
     "data.eval_path": "a file of held-out rows of its own",
+    "data.eval_sets": "a list of {name: …, path: …}; data.eval_path names a single one",
     "data.reasoning": "keep, drop or last",
     "data.columns": "our column name to the file's, as in {messages: talk}",
     "data.assistant_only_loss": "true learns only what the assistant says",
@@ -246,6 +248,7 @@ def unknown(key: str) -> str:
 def unknown_in(place: str, name: str, keys: Mapping[str, Any]) -> str:
     """Return one sentence about an unknown key of an item of a list, with a suggestion."""
     close = get_close_matches(name.lower(), keys, n=1)
-    ours = _FOREIGN_IN_SOURCES.get(name.lower()) or next(iter(close), None)
+    foreign = _FOREIGN_IN_SOURCES.get(name.lower())
+    ours = foreign if foreign in keys else next(iter(close), None)
     hint = f"did you mean {ours!r}?" if ours else f"expected one of {', '.join(keys)}"
     return f"unknown key '{place}.{name}': {hint}"

@@ -98,6 +98,38 @@ class Source:
     columns: dict[str, str] | None = None
     """As `data.columns`, which null takes."""
 
+    def called(self) -> str:
+        """Return its name, or else its path."""
+        path = self.path if isinstance(self.path, str) else ", ".join(self.path)
+        return self.name or path
+
+
+@dataclass(frozen=True)
+class EvalSet:
+    """One of several held-out sets: an item of `data.eval_sets`."""
+
+    name: str = MISSING
+    """`eval_NAME_loss` and the like are its figures in the log."""
+    path: list[str] | str = MISSING
+    """As `data.path`; of a list, each entry also has figures of its own."""
+    split: str = "train"
+    """Split of a hub dataset."""
+    subset: str | None = None
+    """Configuration of a hub dataset that has several."""
+    max_samples: int | None = None
+    """Use only the first rows of each entry; null means all."""
+    format: Format | None = None
+    """As `data.format`, which null takes."""
+    columns: dict[str, str] | None = None
+    """As `data.columns`, which null takes."""
+
+    def sources(self) -> list[Source]:
+        """Return a source for every entry of `path`."""
+        paths = [self.path] if isinstance(self.path, str) else self.path
+        options = {entry.name: getattr(self, entry.name) for entry in fields(EvalSet)}
+        own = {"name": None if len(paths) > 1 else self.name or None}
+        return [Source(**{**options, **own, "path": path}) for path in paths]
+
 
 @dataclass(frozen=True)
 class Data:
@@ -115,7 +147,9 @@ class Data:
     columns: dict[str, str] = field(default_factory=dict)
     """Our column name -> the file's, where it differs, as in `{messages: talk}`."""
     eval_path: list[str] | str | None = None
-    """Held-out rows, in the forms of `path`; null means no evaluation."""
+    """Held-out rows, in the forms of `path`. Short for one set without options."""
+    eval_sets: list[EvalSet] = field(default_factory=list)
+    """Several held-out sets in place of `eval_path`, each with a name and its options."""
     eval_split: str = "train"
     """Split of `eval_path` when that is a hub dataset."""
     format: Format = "auto"
@@ -153,6 +187,16 @@ class Data:
         return [
             Source(self.path, split=self.split, subset=self.subset, max_samples=self.max_samples)
         ]
+
+    def source_names(self) -> list[str]:
+        """Return what each source is called."""
+        return [source.called() for source in self.all_sources()]
+
+    def all_eval_sets(self) -> list[EvalSet]:
+        """Return the held-out sets, with `eval_path` as one without a name, or none."""
+        if self.eval_path is None:
+            return self.eval_sets
+        return [EvalSet("", self.eval_path, split=self.eval_split, subset=self.subset)]
 
 
 @dataclass(frozen=True)
@@ -273,7 +317,7 @@ class Log:
 
 @dataclass(frozen=True)
 class Eval:
-    """Evaluation on `data.eval_path`, always before the first step and after the last."""
+    """Evaluation on held-out rows, always before the first step and after the last."""
 
     every: int = 0
     """Steps between evaluations in between; 0 means none."""

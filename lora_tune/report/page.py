@@ -13,6 +13,7 @@ from typing import Any
 from lora_tune.hf.card import largest_rank, serve_command
 from lora_tune.report.curves import curve, number
 from lora_tune.report.folder import RunFolder
+from lora_tune.training.metrics import columns_of
 
 _STYLE = """
 :root{color-scheme:light dark;--bg:#fbfbfa;--card:#fff;--ink:#1d2125;--soft:#5b646d;--rule:#dfe3e6;
@@ -96,7 +97,7 @@ def _parts(run: RunFolder, name: str) -> Iterator[str]:
     yield f'<p class="soft">A run of lora-tune on {escape(base or "an unknown base")}</p>'
     yield _ended(run)
     yield _tiles(run)
-    drawn = "".join(curve(run.rows, key, title=title) for key, title in _CURVES)
+    drawn = "".join(curve(run.rows, key, title=title) for key, title in _curves(run.rows))
     yield _section("Curves", f'<div class="curves">{drawn}</div>' if drawn else "")
     yield _section("Answers before and after", _samples(run.rows))
     yield _section("Data", _data(run.summary.get("data", {})))
@@ -104,6 +105,15 @@ def _parts(run: RunFolder, name: str) -> Iterator[str]:
     yield _section("Adapted modules", _adapters(run.adapters))
     yield _section("Environment", _environment(run))
     yield _section("Recipe", f'<div class="box"><pre>{escape(run.recipe)}</pre></div>')
+
+
+def _curves(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Columns to draw, each with a title; those of sets and sources follow the one of all data."""
+    keys = dict.fromkeys(key for row in rows for key in row)
+    for key, title in _CURVES:
+        yield key, title
+        for part, name in columns_of(key, keys).items():
+            yield part, f"{title}, {name}"
 
 
 def _section(title: str, content: str) -> str:

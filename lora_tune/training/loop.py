@@ -12,6 +12,7 @@ before it, passed the tripwires and stand in the log. A checkpoint is written ou
 goes on.
 """
 
+import math
 import os
 import signal
 import threading
@@ -124,7 +125,8 @@ def run(
     Args:
       state: (trainable, opt_state, frozen) pytrees of arrays; the first two are donated.
       step_fn: jitted `(trainable, opt_state, frozen, batch, key) -> (trainable, opt_state, out)`;
-        `out` has scalars loss, grad_norm, tokens, trained_tokens, and any others to log.
+        `out` has scalars loss, grad_norm, tokens, trained_tokens, and any others to log; a
+        `loss/NAME` that is NaN is left out.
       place: puts a batch of numpy arrays on the devices; the step itself may not transfer anything.
       schedule: the learning rate after so many finished steps, for the log.
       seed: step n gets the key `fold_in(key(seed), n)`.
@@ -255,7 +257,7 @@ class _Log:
         seconds = max(time.perf_counter() - self._begin, 1e-9)
         row: dict[str, Any] = {
             "step": step,
-            **values,
+            **{name: value for name, value in values.items() if not _absent(name, value)},
             "learning_rate": float(self._rates[step - 1]),
             **self.counts,
             "tokens_per_second": self._window_tokens / seconds,
@@ -322,6 +324,11 @@ def _step_keys(seed: int, opt_state: Any) -> Callable[[int], jax.Array]:
     place = jax.sharding.NamedSharding(meshes[0], everywhere) if meshes else None
     draw = jax.jit(lambda step: jax.random.fold_in(jax.random.key(seed), step), out_shardings=place)
     return lambda step: draw(np.int32(step))
+
+
+def _absent(name: str, value: float) -> bool:
+    """Whether this is the loss of a source of which a step has no trained token."""
+    return name.startswith("loss/") and math.isnan(value)
 
 
 def _every(period: int, step: int) -> bool:

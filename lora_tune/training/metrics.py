@@ -2,14 +2,16 @@
 """Where the numbers of a run go: `metrics.jsonl` first, then the terminal and others.
 
 One JSON object a line. Lines of a training step carry `loss`, lines of an evaluation `eval_loss`,
-lines of sample answers `samples`; `step` in each is the number of finished optimizer steps.
+lines of sample answers `samples`; `step` in each is the number of finished optimizer steps. A
+column of one of several sources ends in `/SOURCE`; one of a held-out set is `eval_SET_…`.
 """
 
 import contextlib
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,6 +31,25 @@ CLOCK = (
     "host_rss_bytes",
 )
 """Columns that the machine decides, not the recipe: the same run again has others."""
+
+
+def columns_of(figure: str, keys: Iterable[str]) -> dict[str, str]:
+    """The columns that hold a figure of a part of the data.
+
+    Args:
+      figure: its column for all data, as `loss` or `eval_loss`.
+      keys: of a row.
+
+    Returns:
+      Column -> what it is of: an evaluation's set, a source, or `SET/SOURCE`.
+    """
+    prefix, kind = ("eval_", figure[5:]) if figure.startswith("eval_") else ("", figure)
+    # No set's name ends in token, which makes a figure of another kind.
+    a_set = "(?:([^/]+)(?<!token)_)?" if prefix else "()"
+    pattern = re.compile(f"{prefix}{a_set}{re.escape(kind)}(?:/(.+))?", re.DOTALL)
+    found = {key: pattern.fullmatch(key) for key in keys}
+    named = {key: "/".join(filter(None, match.groups())) for key, match in found.items() if match}
+    return {key: name for key, name in named.items() if name}
 
 
 class Writer(Protocol):

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lora_tune.progress import clock
+from lora_tune.training.metrics import columns_of
 
 _BAR = (
     TextColumn("step"),
@@ -70,12 +71,12 @@ def describe(row: Mapping[str, Any], *, total_steps: int) -> str:
     """One line of plain text for a row, e.g. `step 10/200  loss 1.2345  …`."""
     words = [f"step {row['step']}/{total_steps}"]
     if "eval_loss" in row:
-        words.append(f"eval loss {row['eval_loss']:.4f}")
+        words.append(f"eval loss {row['eval_loss']:.4f}{_parts(row, 'eval_loss')}")
         accuracy = row.get("eval_accuracy")
         words += [] if accuracy is None else [f"eval accuracy {100 * accuracy:.2f} %"]
         return "  ".join(words)
     words += [
-        f"loss {row['loss']:.4f}",
+        f"loss {row['loss']:.4f}{_parts(row, 'loss')}",
         f"grad norm {row['grad_norm']:.3g}",
         f"learning rate {row['learning_rate']:.3g}",
         _speed(row),
@@ -86,6 +87,12 @@ def describe(row: Mapping[str, Any], *, total_steps: int) -> str:
     if "compile_seconds" in row:
         words.append(f"(compiled in {row['compile_seconds']:.1f} s)")
     return "  ".join(words)
+
+
+def _parts(row: Mapping[str, Any], figure: str) -> str:
+    """The figure of each set and source, e.g. ` (chats 1.2345, facts 0.9876)`; "" without any."""
+    told = [f"{name} {row[key]:.4f}" for key, name in columns_of(figure, row).items()]
+    return f" ({', '.join(told)})" if told else ""
 
 
 def describe_samples(row: Mapping[str, Any], *, total_steps: int) -> list[str]:

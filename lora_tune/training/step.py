@@ -8,7 +8,7 @@ the compiler handles. The frozen weights are inputs only.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -25,48 +25,104 @@ Sums = dict[str, jax.Array]
 """Sums over tokens, to be divided once all parts of a batch are in."""
 
 
-def token_sums(model: Any, batch: Batch) -> tuple[jax.Array, Sums]:
-    """Scores a batch `[rows, T]`.
+def token_sums(model: Any, batch: Batch, sources: int = 1) -> tuple[jax.Array, Sums]:
+    """Scores a batch `[rows, T]`, of several sources with `sources`, the source of each token.
 
     Returns:
-      The summed negative log-likelihood of trained tokens, and the sums to report.
+      The summed negative log-likelihood of trained tokens, and the sums to report; of several
+      sources also `source_nll` and `source_tokens`, each `[sources]`.
     """
-    nll, correct = model(
-        batch["tokens"], batch["segment_ids"], batch["positions"], targets=batch["targets"]
-    )
+    nll, correct = _scores(model, batch)
     weights = batch["weights"]
-    trained = weights > 0
     total = jnp.sum(nll * weights)
-    # Of a row whose tokens are spread over devices, the first device counts what all found.
-    axis = sharding.manual_axis("sequence")
-    counts = jnp.stack([jnp.sum(trained, axis=1), jnp.sum(trained & ~correct, axis=1)])
-    seen, wrong = jax.lax.psum(counts, axis) if axis else counts
-    first = jax.lax.axis_index(axis) == 0 if axis else True
-    answered = (seen > 0) & first
-    return total, {
+    sums = {
         "nll": total,
         "trained_tokens": jnp.sum(weights),
         "correct_tokens": jnp.sum(correct * weights),
         "tokens": jnp.sum(batch["segment_ids"] > 0),
-        "exact_rows": jnp.sum(answered & (wrong == 0)),
-        "rows": jnp.sum(answered),
     }
+    if sources > 1:
+        sums["source_nll"] = _by_source(nll * weights, batch, sources)
+        sums["source_tokens"] = _by_source(weights, batch, sources)
+    return total, sums
+
+
+def document_sums(model: Any, batch: Batch, sources: int = 1) -> Sums:
+    """Scores a batch `[rows, T]` as `token_sums` does, and counts the documents that it has.
+
+    Returns:
+      Sums of each source, `[sources]`: `nll`, `trained_tokens` and `correct_tokens` over trained
+      tokens, `documents` with a trained token, and `exact_documents`, those in which the target of
+      every trained token is the most likely one.
+    """
+    nll, correct = _scores(model, batch)
+    weights, segments = batch["weights"], batch["segment_ids"]
+    trained = weights > 0
+    axis = sharding.manual_axis("sequence")
+    rows, length = segments.shape
+    most = 1 + length * (jax.lax.axis_size(axis) if axis else 1)  # segments of a row, and padding
+    places = segments + most * jnp.arange(rows, dtype=segments.dtype)[:, None]
+    counts = jnp.stack([trained, trained & ~correct], axis=-1).astype(jnp.int32)
+    found = jnp.zeros((rows * most, 2), jnp.int32).at[places].add(counts)
+    # Tokens of a document may be spread over devices; its first token stands for it.
+    seen, wrong = jnp.moveaxis((jax.lax.psum(found, axis) if axis else found)[places], -1, 0)
+    documents = (batch["positions"] == 0) & (segments > 0) & (seen > 0)
+    summed = {
+        "nll": nll * weights,
+        "trained_tokens": weights,
+        "correct_tokens": correct * weights,
+        "documents": documents.astype(jnp.int32),
+        "exact_documents": (documents & (wrong == 0)).astype(jnp.int32),
+    }
+    return {name: _by_source(values, batch, sources) for name, values in summed.items()}
+
+
+def _scores(model: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    return model(
+        batch["tokens"], batch["segment_ids"], batch["positions"], targets=batch["targets"]
+    )
+
+
+def _by_source(values: jax.Array, batch: Batch, sources: int) -> jax.Array:
+    """Sums `[sources]` of values `[rows, T]`.
+
+    Masked sums, not a scatter, whose order of additions some devices leave open.
+    """
+    if sources == 1:
+        return jnp.sum(values)[None]
+    each = jnp.arange(sources, dtype=jnp.int32)[:, None, None]
+    return jnp.sum(jnp.where(batch["sources"][None] == each, values[None], 0), axis=(1, 2))
+
+
+def _merged(trainable: Weights, frozen: Weights, graphdef: Any) -> Any:
+    return nnx.merge(graphdef, unflatten({**frozen, **trainable}), copy=True)
 
 
 def _loss(
-    trainable: Weights, frozen: Weights, batch: Batch, key: jax.Array | None, graphdef: Any
+    trainable: Weights,
+    frozen: Weights,
+    batch: Batch,
+    key: jax.Array | None,
+    graphdef: Any,
+    sources: int,
 ) -> tuple[jax.Array, Sums]:
-    model = nnx.merge(graphdef, unflatten({**frozen, **trainable}), copy=True)
+    model = _merged(trainable, frozen, graphdef)
     if key is not None:
         model.set_attributes(qwix_rngs=nnx.Rngs(dropout=key))
-    return token_sums(model, batch)
+    return token_sums(model, batch, sources)
 
 
 def _accumulate(
-    trainable: Weights, frozen: Weights, batch: Batch, key: jax.Array | None, graphdef: Any
+    trainable: Weights,
+    frozen: Weights,
+    batch: Batch,
+    key: jax.Array | None,
+    graphdef: Any,
+    sources: int,
 ) -> tuple[Weights, Sums]:
     """Sums gradients and reports over the micro-batches of `[A, rows, T]` arrays."""
-    grad = jax.grad(functools.partial(_loss, graphdef=graphdef), has_aux=True)
+    loss = functools.partial(_loss, graphdef=graphdef, sources=sources)
+    grad = jax.grad(loss, has_aux=True)
     count = batch["tokens"].shape[0]
 
     def one(i: Any, part: Batch) -> tuple[Weights, Sums]:
@@ -127,6 +183,7 @@ def make_step(
     *,
     mesh: Mesh | None = None,
     dropout: bool = False,
+    sources: Sequence[str] = (),
 ) -> Callable[..., tuple[Weights, Any, Sums]]:
     """Makes `step(trainable, opt_state, frozen, batch, key)`; jit it donating the first two.
 
@@ -135,12 +192,15 @@ def make_step(
       optimizer: sees gradients of the mean loss over trained tokens.
       mesh: None for one device.
       dropout: whether adapters drop inputs, from `key` (a typed PRNG key).
+      sources: names of the sources that the tokens of a batch come from, if there are several;
+        batches then have `sources`, the number of each token's.
 
     Returns:
       A function of `batch` arrays `[A, rows, T]` that returns the new trainable weights and
-      optimizer state and the scalars loss, accuracy, grad_norm, trained_tokens and tokens.
+      optimizer state and the scalars loss, accuracy, grad_norm, trained_tokens and tokens, and of
+      several sources `loss/NAME`, which is NaN where the batch has no trained token of it.
     """
-    local = functools.partial(_accumulate, graphdef=split.graphdef)
+    local = functools.partial(_accumulate, graphdef=split.graphdef, sources=max(len(sources), 1))
     if mesh is not None and mesh.size > 1:
         rows = sharding.batch_spec(None)
         local = _on_mesh(local, split, mesh, rows, grads=True)
@@ -159,20 +219,25 @@ def make_step(
             "trained_tokens": sums["trained_tokens"],
             "tokens": sums["tokens"],
         }
+        if len(sources) > 1:
+            means = sums["source_nll"] / sums["source_tokens"]
+            metrics |= {f"loss/{name}": means[i] for i, name in enumerate(sources)}
         return cast(Weights, optax.apply_updates(trainable, updates)), opt_state, metrics
 
     return step
 
 
-def make_eval_step(split: SplitModel, *, mesh: Mesh | None = None) -> Callable[..., Sums]:
+def make_eval_step(
+    split: SplitModel, *, mesh: Mesh | None = None, sources: int = 1
+) -> Callable[..., Sums]:
     """Makes `eval_step(trainable, frozen, batch)` on `[rows, T]` arrays; no dropout.
 
     Returns:
-      A function that returns the `Sums` of `token_sums` over the whole batch.
+      A function that returns the `Sums` of `document_sums` over the whole batch.
     """
 
     def local(trainable: Weights, frozen: Weights, batch: Batch, key: None) -> Sums:
-        return _loss(trainable, frozen, batch, key, split.graphdef)[1]
+        return document_sums(_merged(trainable, frozen, split.graphdef), batch, sources)
 
     if mesh is not None and mesh.size > 1:
         rows = sharding.batch_spec()

@@ -121,6 +121,6 @@ def check_evaluation(step: int, metrics: Mapping[str, float]) -> None:
     if not math.isfinite(metrics["eval_loss"]):
         raise TripwireError(
             f"the evaluation loss after step {step} is {metrics['eval_loss']}: the model "
-            "overflowed or the evaluation data has no trained token; check data.eval_path and "
+            "overflowed or the evaluation data has no trained token; check the held-out rows and "
             "lower optim.learning_rate"
         )

@@ -9,8 +9,8 @@ import pytest
 
 from lora_tune.errors import InputError
 from lora_tune.progress import clock
-from lora_tune.training.metrics import MetricsLog, read_rows
-from lora_tune.training.report import Terminal
+from lora_tune.training.metrics import MetricsLog, columns_of, read_rows
+from lora_tune.training.report import Terminal, describe
 from lora_tune.training.writers import TensorBoard, Wandb
 
 TRAIN = {
@@ -117,6 +117,28 @@ SAMPLES = [
 ]
 
 
+def test_columns_of_sets_and_sources_are_told_apart():
+    keys = (
+        "loss",
+        "loss/a/b",
+        "eval_loss",
+        "eval_x_loss",
+        "eval_x_loss/a",
+        "eval_loss/eval_y_loss",
+    )
+    assert columns_of("loss", keys) == {"loss/a/b": "a/b"}
+    assert columns_of("eval_loss", keys) == {
+        "eval_x_loss": "x",
+        "eval_x_loss/a": "x/a",
+        "eval_loss/eval_y_loss": "eval_y_loss",
+    }
+    keys = ("eval_accuracy", "eval_token_accuracy", "eval_x_token_accuracy", "eval_x_accuracy")
+    assert columns_of("eval_accuracy", keys) == {"eval_x_accuracy": "x"}
+    assert columns_of("eval_token_accuracy", keys) == {"eval_x_token_accuracy": "x"}
+    row = {"step": 4, "eval_loss": 1.0, "eval_x_loss": 2.0, "eval_loss/s": 3.0}
+    assert describe(row, total_steps=9) == "step 4/9  eval loss 1.0000 (x 2.0000, s 3.0000)"
+
+
 def test_without_a_terminal_each_row_is_a_plain_line(tmp_path):
     stream = io.StringIO()
     terminal = Terminal(total_steps=40, stream=stream)
@@ -209,7 +231,7 @@ def test_tensorboard_has_what_the_log_has_and_no_step_twice(tmp_path):
         )
         for step in range((start or 0) + 1, last + 1):
             log.write({"step": step, "loss": step + (start or 0) / 4, "mfu": None})
-        log.write({"step": last, "eval_loss": 0.5})
+        log.write({"step": last, "eval_loss": 0.5, "eval_far_loss/a.jsonl": 0.25})
         log.write({"step": last, "samples": SAMPLES[1:]})
         log.close()
     found = events_of(tmp_path / "tb")
@@ -217,7 +239,7 @@ def test_tensorboard_has_what_the_log_has_and_no_step_twice(tmp_path):
         ("train/loss", 1): 1.0,
         ("train/loss", 2): 2.25,
     }
-    assert found["eval/loss", 2] == 0.5
+    assert (found["eval/loss", 2], found["eval/far_loss/a.jsonl", 2]) == (0.5, 0.25)
     [text] = [value for (tag, _), value in found.items() if tag.startswith("samples/0")]
     assert text == "prompt: b\n\nanswer: \n\nexpected: y"
 

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run says of held-out sets and of sources, against a plain loop over single documents."""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from small_run import write_chats, write_model, write_recipe
+
+from lora_tune import build, build_data, build_evaluation, cli
+from lora_tune import recipe as recipes
+from lora_tune.api import load_run
+from lora_tune.training.metrics import read_rows
+from lora_tune.training.state import split_model
+
+pytestmark = pytest.mark.usefixtures("compile_fast")
+SETS = {"near": ["near.jsonl"], "far": ["one.jsonl", "two.jsonl"]}
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two sources to learn, one of them rare; two held-out sets, one of them of two files."""
+    folder = tmp_path_factory.mktemp("evaluation")
+    sizes = {"often": (30, 0), "rare": (3, 60), "near": (5, 100), "one": (4, 120), "two": (3, 140)}
+    files = {
+        name: str(write_chats(folder / f"{name}.jsonl", count, first=first))
+        for name, (count, first) in sizes.items()
+    }
+    sets = [
+        {"name": name, "path": [files[path.removesuffix(".jsonl")] for path in paths]}
+        for name, paths in SETS.items()
+    ]
+    sets[0]["path"] = sets[0]["path"][0]
+    return write_recipe(
+        folder / "recipe.yaml",
+        model=write_model(folder / "model"),
+        chats=folder,
+        data={
+            "path": [],
+            "sources": [{"path": files[n], "name": n} for n in ("often", "rare")],
+            "eval_sets": sets,
+        },
+    )
+
+
+@pytest.fixture(scope="module")
+def run_folder(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run") / "run"
+    words = [f"recipe={recipe}", f"output_dir={folder}", "optim.learning_rate=0.05"]
+    assert cli.main([*words, "train.max_steps=12"]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def truth(recipe: Path, run_folder: Path) -> dict[str, float]:
+    """Of what the run has written: its adapter on its base."""
+    model, tokenizer = load_run(run_folder)
+    loaded = recipes.load(str(recipe), ["output_dir=unused"])
+    return by_loop(model, build_data.make_data(loaded, tokenizer), recipe.parent)
+
+
+@nnx.jit
+def forward(model: Any, tokens: jax.Array) -> jax.Array:
+    return model(tokens)
+
+
+def scored(model: Any, data: build_data.Data) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """Of each held-out document its source, losses and hits; what follows it is not seen."""
+    assert data.held_out is not None
+    for i in range(len(data.held_out)):
+        document = data.held_out[i]
+        tokens = np.zeros((1, 48), np.int32)
+        tokens[0, : len(document.tokens)] = document.tokens
+        logits = np.asarray(forward(model, jnp.asarray(tokens))[0], np.float64)
+        targets = document.tokens[1:]
+        rows = logits[: len(targets)]
+        top = rows.max(-1)
+        losses = top + np.log(np.exp(rows - top[:, None]).sum(-1)) - rows[range(len(rows)), targets]
+        mask = document.mask[1:]
+        source = int(np.searchsorted(np.cumsum(data.held_out.counts), i, side="right"))
+        yield source, losses[mask], (rows.argmax(-1) == targets)[mask]
+
+
+def by_loop(model: Any, data: build_data.Data, folder: Path) -> dict[str, float]:
+    losses, hits = defaultdict[str, list](list), defaultdict[str, list](list)
+    for source, loss, hit in scored(model, data):
+        name, file = [("near", ""), ("far", "one"), ("far", "two")][source]
+        parts = ["{}", f"{name}_{{}}"] + [f"{name}_{{}}/{folder}/{file}.jsonl"] * bool(file)
+        for part in parts:
+            losses[part].append(loss)
+            hits[part].append(hit)
+    return {
+        f"eval_{part.format(kind)}": value
+        for part in losses
+        for kind, value in (
+            ("loss", np.concatenate(losses[part]).mean()),
+            ("token_accuracy", np.concatenate(hits[part]).mean()),
+            ("accuracy", np.mean([hit.all() for hit in hits[part]])),
+            ("examples", len(hits[part])),
+        )
+    }
+
+
+def evaluated(recipe: Path, *overrides: str) -> dict[str, float]:
+    """What a run finds before its first step."""
+    loaded = recipes.load(str(recipe), ["output_dir=unused", *overrides])
+    source = build.find_source(loaded.model.path)
+    mesh = build.make_mesh(loaded.mesh)
+    model = build.make_model(loaded, source, mesh)
+    tokenizer = build_data.make_tokenizer(loaded, source, model.config.vocab_size)
+    data, split = build_data.make_data(loaded, tokenizer), split_model(model)
+    evaluate = build_evaluation.make_evaluation(loaded, split, data, mesh)
+    assert evaluate is not None
+    return evaluate(split.trainable, split.frozen)
+
+
+def assert_same(found: Mapping[str, float], expected: Mapping[str, float]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, rel=1e-5), name
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_figures_are_those_of_documents_one_by_one(
+    recipe: Path, run_folder: Path, truth: dict[str, float], rows: int, packing: bool
+) -> None:
+    words = [f"eval.batch_size={rows}", f"data.packing={str(packing).lower()}"]
+    found = evaluated(recipe, *words, f"lora.adapter_path={run_folder / 'adapter'}")
+    assert len(truth) == 5 * 4
+    assert 0 < truth["eval_accuracy"] < truth["eval_token_accuracy"] < 1
+    assert len({value for name, value in truth.items() if "loss" in name}) == 5
+    assert_same(found, truth)
+
+
+def test_figures_do_not_depend_on_padding_or_devices(
+    recipe: Path, run_folder: Path, truth: dict[str, float]
+) -> None:
+    trained = f"lora.adapter_path={run_folder / 'adapter'}"
+    assert_same(evaluated(recipe, trained, "data.max_length=100"), truth)
+    sizes = ["mesh.fsdp=2", "mesh.sequence=2", "mesh.expert=2"]
+    assert_same(evaluated(recipe, trained, *sizes), truth)
+
+
+def test_a_run_logs_and_draws_them(run_folder: Path, truth: dict[str, float]) -> None:
+    last = [row for row in read_rows(run_folder / "metrics.jsonl") if "eval_loss" in row][-1]
+    assert_same(last, {**truth, "step": 12})
+    page = (run_folder / "report.html").read_text(encoding="utf-8")
+    for title in ("Evaluation loss, far", "Evaluation loss, far/", "Training loss, rare"):
+        assert title in page
+
+
+def test_losses_of_sources_make_up_the_loss(recipe: Path, run_folder: Path) -> None:
+    """With the trained tokens that the data has of each; a source that is not there has none."""
+    loaded = recipes.load(str(run_folder / "recipe.yaml"), ["output_dir=unused"])
+    source = build.find_source(loaded.model.path)
+    tokenizer = build_data.make_tokenizer(loaded, source, None)
+    dataset = build_data.make_data(loaded, tokenizer).train
+    rows = [row for row in read_rows(run_folder / "metrics.jsonl") if "loss" in row]
+    alone = 0
+    for row in rows:
+        ids = [i for ids in dataset.example_ids(row["step"] - 1) for i in ids]
+        counts = {"often": 0, "rare": 0}
+        for i in ids:
+            counts["often" if i < 30 else "rare"] += dataset.examples[i].trained_tokens
+        assert {n for n, count in counts.items() if count} == {
+            key.removeprefix("loss/") for key in row if key.startswith("loss/")
+        }
+        total = sum(row.get(f"loss/{name}", 0) * count for name, count in counts.items())
+        assert row["loss"] == pytest.approx(total / sum(counts.values()), rel=1e-6)
+        alone += not counts["rare"]
+    assert 0 < alone < len(rows), "some steps have a rare example, some have none"
+
+
+def test_one_set_alone_has_no_other_figures(recipe: Path) -> None:
+    path = json.dumps(str(recipe.parent / "near.jsonl"))
+    found = evaluated(recipe, "data.eval_sets=[]", f"data.eval_path={path}")
+    kinds = ("loss", "token_accuracy", "accuracy", "examples")
+    assert set(found) == {f"eval_{kind}" for kind in kinds}
