@@ -21,6 +21,7 @@ from lora_tune import (
     add_lora,
     build,
     build_data,
+    build_evaluation,
     cli,
     load_adapter,
     load_model,
@@ -341,7 +342,8 @@ def evaluation_of(recipe: Path, *overrides: str) -> dict[str, float]:
     model = build.make_model(loaded, source, None)
     tokenizer = build_data.make_tokenizer(loaded, source, model.config.vocab_size)
     data, split = build_data.make_data(loaded, tokenizer), split_model(model)
-    evaluate = build.make_evaluation(loaded, split, data.held_out, None)
+    evaluate = build_evaluation.make_evaluation(loaded, split, data, None)
+    assert evaluate is not None
     return evaluate(split.trainable, split.frozen)
 
 

@@ -21,6 +21,8 @@ from lora_tune.training.metrics import read_rows
 from lora_tune.training.state import split_model
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
+STEPS = 30
+SMALL = {"num_hidden_layers": 2, "full_attention_interval": 2, "num_experts": 0}
 SETS = {"near": ["near.jsonl"], "far": ["one.jsonl", "two.jsonl"]}
 
 
@@ -40,8 +42,9 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sets[0]["path"] = sets[0]["path"][0]
     return write_recipe(
         folder / "recipe.yaml",
-        model=write_model(folder / "model"),
+        model=write_model(folder / "model", **SMALL),
         chats=folder,
+        lora={"target_modules": ["q_proj"]},
         data={
             "path": [],
             "sources": [{"path": files[n], "name": n} for n in ("often", "rare")],
@@ -53,14 +56,14 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run_folder(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run") / "run"
-    words = [f"recipe={recipe}", f"output_dir={folder}", "optim.learning_rate=0.05"]
-    assert cli.main([*words, "train.max_steps=12"]) == 0
+    words = [f"recipe={recipe}", f"output_dir={folder}", "lora=null", "log.every=1"]
+    assert cli.main([*words, "optim.learning_rate=0.02", f"train.max_steps={STEPS}"]) == 0
     return folder
 
 
 @pytest.fixture(scope="module")
 def truth(recipe: Path, run_folder: Path) -> dict[str, float]:
-    """Of what the run has written: its adapter on its base."""
+    """Of the model that the run has written."""
     model, tokenizer = load_run(run_folder)
     loaded = recipes.load(str(recipe), ["output_dir=unused"])
     return by_loop(model, build_data.make_data(loaded, tokenizer), recipe.parent)
@@ -121,6 +124,10 @@ def evaluated(recipe: Path, *overrides: str) -> dict[str, float]:
     return evaluate(split.trainable, split.frozen)
 
 
+def trained(run_folder: Path) -> list[str]:
+    return ["lora=null", f"model.path={run_folder / 'merged'}"]
+
+
 def assert_same(found: Mapping[str, float], expected: Mapping[str, float]) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -133,7 +140,7 @@ def test_figures_are_those_of_documents_one_by_one(
     recipe: Path, run_folder: Path, truth: dict[str, float], rows: int, packing: bool
 ) -> None:
     words = [f"eval.batch_size={rows}", f"data.packing={str(packing).lower()}"]
-    found = evaluated(recipe, *words, f"lora.adapter_path={run_folder / 'adapter'}")
+    found = evaluated(recipe, *words, *trained(run_folder))
     assert len(truth) == 5 * 4
     assert 0 < truth["eval_accuracy"] < truth["eval_token_accuracy"] < 1
     assert len({value for name, value in truth.items() if "loss" in name}) == 5
@@ -143,15 +150,15 @@ def test_figures_are_those_of_documents_one_by_one(
 def test_figures_do_not_depend_on_padding_or_devices(
     recipe: Path, run_folder: Path, truth: dict[str, float]
 ) -> None:
-    trained = f"lora.adapter_path={run_folder / 'adapter'}"
-    assert_same(evaluated(recipe, trained, "data.max_length=100"), truth)
-    sizes = ["mesh.fsdp=2", "mesh.sequence=2", "mesh.expert=2"]
-    assert_same(evaluated(recipe, trained, *sizes), truth)
+    words = trained(run_folder)
+    assert_same(evaluated(recipe, *words, "data.max_length=100"), truth)
+    sizes = ["mesh.fsdp=2", "mesh.sequence=2", "mesh.data=2"]
+    assert_same(evaluated(recipe, *words, *sizes), truth)
 
 
 def test_a_run_logs_and_draws_them(run_folder: Path, truth: dict[str, float]) -> None:
     last = [row for row in read_rows(run_folder / "metrics.jsonl") if "eval_loss" in row][-1]
-    assert_same(last, {**truth, "step": 12})
+    assert_same(last, {**truth, "step": STEPS})
     page = (run_folder / "report.html").read_text(encoding="utf-8")
     for title in ("Evaluation loss, far", "Evaluation loss, far/", "Training loss, rare"):
         assert title in page

@@ -193,4 +193,4 @@ def test_evaluation_sums_over_the_whole_mesh():
     one, many = sums
     np.testing.assert_allclose(many.pop("nll"), one.pop("nll"), rtol=1e-5)
     assert one == many
-    assert one["rows"] == (batch["weights"] > 0).any(1).sum()
+    assert one["documents"] >= (batch["weights"] > 0).any(1).sum() > 0

@@ -247,6 +247,26 @@ def test_wrong_types(smallest: str, override: str, said: str) -> None:
         ),
         (["eval.every=2"], "eval.every needs held-out rows; set data.eval_path"),
         (
+            ["data.eval_path=a", "data.eval_sets=[{name: b, path: b}]"],
+            "data.eval_path and data.eval_sets are both set; set data.eval_path to null",
+        ),
+        (
+            ["data.eval_sets=[{name: a, path: b}, {name: c, path: c}, {name: a, path: d}]"],
+            "data.eval_sets[2] is called 'a' as data.eval_sets[0] is; give it another name",
+        ),
+        (["data.eval_sets=[{path: b}]"], "data.eval_sets[0].name is required"),
+        (["data.eval_sets=[{name: a/b, path: b}]"], "must be letters, digits, _, . and -"),
+        (["data.eval_sets=[{name: '', path: b}]"], "data.eval_sets[0].name is an empty text"),
+        (["data.eval_sets=[{name: x_token, path: b}]"], "must not end in token"),
+        (["data.eval_sets=[{name: x, path: []}]"], "data.eval_sets[0].path is empty; name a file"),
+        (["data.eval_sets=[{name: x, path: [a, b, a]}]"], "data.eval_sets[0].path[2] is called"),
+        (["data.eval_sets=[{name: x, path: a, max_samples: 0}]"], "max_samples must be at least 1"),
+        (["data.eval_sets=[{name: x, path: a, weight: 2}]"], "expected one of name, path, split"),
+        (
+            ["data.path=[]", "data.sources=[{path: a, subset: x}, {path: a, subset: y}]"],
+            "data.sources[1] is called 'a' as data.sources[0] is; give it another name",
+        ),
+        (
             ["eval.samples_every=5"],
             "eval.samples_every has no effect with eval.num_samples: 0; set eval.num_samples "
             "and data.eval_path",
