@@ -50,7 +50,7 @@ SECTIONS: dict[str, Any] = {
 }
 
 
-def fork(recipe: Path, folder: Path) -> int:
+def fork(recipe: Path, folder: Path, *settings: str) -> int:
     """Starts the command of a run folder and returns its process."""
     sys.stdout.flush()
     child = os.fork()
@@ -59,7 +59,7 @@ def fork(recipe: Path, folder: Path) -> int:
     with open(folder.with_suffix(".log"), "ab") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    os._exit(cli.main([f"recipe={recipe}", f"output_dir={folder}"]))
+    os._exit(cli.main([f"recipe={recipe}", f"output_dir={folder}", *settings]))
 
 
 def state_of(folder: Path) -> dict[str, Any]:
