@@ -15,7 +15,7 @@ import numpy as np
 from lora_tune import __version__, build, build_evaluation, distributed, lockfile, run_lock
 from lora_tune import recipe as recipes
 from lora_tune.checkpoint.files import Restored
-from lora_tune.checkpoint.folder import Checkpoints, read_one, steps_in
+from lora_tune.checkpoint.folder import Checkpoints, read_one, read_trained, steps_in
 from lora_tune.data import messages
 from lora_tune.errors import InputError
 from lora_tune.export import write
@@ -39,6 +39,7 @@ from lora_tune.prepare import Inputs, Training
 from lora_tune.recipe import schema
 from lora_tune.report.ending import End, environment, reported
 from lora_tune.training import loop
+from lora_tune.training.best import Best, Criterion
 from lora_tune.training.metrics import MetricsLog, Unlogged, Writer
 from lora_tune.training.report import Terminal
 from lora_tune.training.state import Weights, unflatten
@@ -154,6 +155,7 @@ class _Run:
             keep=recipe.save.keep,
             every=recipe.save.every,
             fingerprint=self.fingerprint,
+            metric=recipe.train.metric_for_best_model,
         )
         trainable, opt_state, frozen = self.training.state
         restored, start = self._restore(checkpoints, (trainable, opt_state)), 0
@@ -179,16 +181,22 @@ class _Run:
                 counts=None if restored is None else restored.meta.counts,
                 eval_fn=build_evaluation.make_evaluation(recipe, self.split, self.data, self.mesh),
                 eval_every=recipe.eval.every,
+                criterion=_criterion(recipe.train),
+                best=_best_of(restored),
                 sample_fn=self._sampler(),
                 sample_every=recipe.eval.samples_every,
                 adapter_norms=self.adapter_norms,
             )
             adapter = merged = None
             if outcome.interrupted is None:
-                weights = self._on_host(outcome.state[0])
+                step, trained = self._chosen(outcome)
+                end.said = _told(outcome, step, recipe.train.metric_for_best_model)
+                if end.said:
+                    metrics.note(end.said)
+                weights = self._on_host(trained)
                 with distributed.together("write what was trained"):
                     if distributed.is_first():
-                        adapter, merged = self._export(weights, metrics)
+                        adapter, merged = self._export(weights, metrics, self._card(step))
             end.interrupted, end.step = outcome.interrupted, outcome.step
         return Result(
             self.run_dir, outcome.step, metrics.rows(), adapter, merged, outcome.interrupted
@@ -314,6 +322,20 @@ class _Run:
 
         return sample
 
+    def _chosen(self, outcome: loop.Outcome) -> tuple[int, Weights]:
+        """What is to be exported, and its step: the best checkpoint, or the last state."""
+        metric = self.recipe.train.exported_by()
+        if metric is not None:
+            found = read_trained(self.run_dir / "checkpoints", outcome.state[0], metric=metric)
+            assert found is not None  # the end of every run is saved
+            return found
+        return outcome.step, outcome.state[0]
+
+    def _card(self, step: int) -> str:
+        """What the model card says of the choice between checkpoints."""
+        metric = self.recipe.train.exported_by()
+        return f"## Training\n\nStep {step}, the best by `{metric}`.\n" if metric else ""
+
     def _on_host(self, trainable: Weights) -> dict[str, Any]:
         """What exports are made of, in every process: of several, none has all of it."""
         weights = {**self.split.frozen, **trainable}
@@ -324,13 +346,13 @@ class _Run:
         return {name: distributed.fetch(weights[name]) for name in lora or weights}
 
     def _export(
-        self, weights: Mapping[str, Any], metrics: MetricsLog
+        self, weights: Mapping[str, Any], metrics: MetricsLog, card: str
     ) -> tuple[Path | None, Path | None]:
         recipe, adapter, merged = self.recipe, None, None
         state = unflatten(weights)
         if self.lora is not None and recipe.save.adapter:
             adapter = self.run_dir / "adapter"
-            write.adapter(state, self.leaves, self.lora, self.origin, adapter)
+            write.adapter(state, self.leaves, self.lora, self.origin, adapter, notes=card)
         if self.lora is None or recipe.save.merged:
             merged = self.run_dir / "merged"
             parts = {"recipe": recipe, "source": self.source}
@@ -340,6 +362,27 @@ class _Run:
             if path is not None:
                 metrics.note(f"wrote {path}")
         return adapter, merged
+
+
+def _criterion(train: schema.Train) -> Criterion:
+    return Criterion(
+        train.metric_for_best_model,
+        train.early_stopping_patience,
+        train.early_stopping_threshold,
+        keep=train.load_best_model_at_end,
+    )
+
+
+def _best_of(restored: Restored | None) -> Best | None:
+    return None if restored is None or restored.meta.best is None else Best(**restored.meta.best)
+
+
+def _told(outcome: loop.Outcome, step: int, metric: str) -> str:
+    """What the report says of a run that ended early, or whose last state is not exported."""
+    said = [outcome.stopped_early] if outcome.stopped_early else []
+    if step != outcome.step:
+        said.append(f"what is exported is of step {step}, the best by {metric}")
+    return "; ".join(said)
 
 
 def checkpoint_of(resume: str) -> Path:

@@ -38,7 +38,7 @@ def read_recipe(folder: Path, overrides: Sequence[str] = ()) -> schema.Recipe:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Trained:
-    """A run and its newest checkpoint.
+    """A run and the checkpoint that it exports: the newest, or the best if its recipe says so.
 
     Attributes:
       folder: the run folder.
@@ -92,7 +92,7 @@ def read(folder: Path | str, overrides: Sequence[str] = ()) -> Trained:
         base model has moved.
 
     Raises:
-      InputError: this is no run folder, its base model is not there, or its newest checkpoint is
+      InputError: this is no run folder, its base model is not there, or its checkpoint is
         damaged or not that of its recipe.
     """
     folder = Path(folder)
@@ -104,7 +104,7 @@ def read(folder: Path | str, overrides: Sequence[str] = ()) -> Trained:
         model = build.abstract_model(source, build.decoder_options(recipe))
     lora = None if recipe.lora is None else recipe.lora.config()
     wanted = split_model(model if lora is None else add_lora(model, lora)).trainable
-    found = read_trained(folder / "checkpoints", wanted)
+    found = read_trained(folder / "checkpoints", wanted, metric=recipe.train.exported_by())
     step, weights = (None, wanted) if found is None else found
     leaves = bind(model.family, model)
     return Trained(folder, recipe, source, model, leaves, lora, step, weights)

@@ -13,7 +13,7 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -43,14 +43,16 @@ class Meta:
       position: where the data goes on, as the data pipeline describes it.
       counts: running totals of the run, such as tokens.
       fingerprint: what must not change between a run and its continuation (seed, model, data, …).
-      eval_loss: of the evaluation at this very step, if there was one.
+      evaluation: figures of the evaluation at this very step, if there was one.
+      best: the best evaluation up to here, as `lora_tune.training.best.Best` has it.
     """
 
     step: int
     position: Mapping[str, Any]
     counts: Mapping[str, int]
     fingerprint: Mapping[str, Any]
-    eval_loss: float | None = None
+    evaluation: Mapping[str, float] = field(default_factory=dict)
+    best: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ def read(
     trainable, opt_state = (
         _like(tree, arrays[item]) for item, tree in zip(_ITEMS, abstract, strict=True)
     )
-    return Restored(trainable, opt_state, Meta(**record["meta"]))
+    return Restored(trainable, opt_state, _meta(record))
 
 
 def read_meta(path: Path) -> Meta:
@@ -129,7 +131,13 @@ def read_meta(path: Path) -> Meta:
     Raises:
       Damaged: it cannot be read.
     """
-    return Meta(**_read_record(path)["meta"])
+    return _meta(_read_record(path))
+
+
+def _meta(record: Mapping[str, Any]) -> Meta:
+    """Of a checkpoint of another version, what is known here."""
+    known = {each.name for each in fields(Meta)}
+    return Meta(**{name: value for name, value in record["meta"].items() if name in known})
 
 
 def read_trained(path: Path, abstract: Any) -> Any:

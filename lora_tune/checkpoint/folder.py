@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,6 +15,7 @@ from lora_tune.checkpoint import files
 from lora_tune.checkpoint.files import Damaged, Meta, Restored
 from lora_tune.distributed import any_of, from_first, is_first, is_left_alone
 from lora_tune.errors import InputError
+from lora_tune.training.best import Best, is_better
 
 _LEFTOVER = re.compile(r"\d+\.(orbax-checkpoint-tmp.*|removed)$")
 _OS_REASON = re.compile(
@@ -30,9 +32,10 @@ class Checkpoints:
 
     Args:
       folder: `RUN/checkpoints`; made if it does not exist.
-      keep: how many of the newest to keep. The one with the lowest `eval_loss` is kept besides.
+      keep: how many of the newest to keep. The one with the best evaluation is kept besides.
       every: save after every so many steps; 0 saves only where the caller asks.
       fingerprint: plain JSON values that a continued run must share with the checkpoint.
+      metric: the figure by which an evaluation is the best.
       warn: receives one sentence whenever a checkpoint has to be passed over.
     """
 
@@ -43,6 +46,7 @@ class Checkpoints:
         keep: int,
         every: int,
         fingerprint: Mapping[str, Any] | None = None,
+        metric: str = "eval_loss",
         warn: Callable[[str], None] | None = None,
     ) -> None:
         if keep < 1 or every < 0:
@@ -51,7 +55,7 @@ class Checkpoints:
             )
         self.folder = Path(folder).absolute()
         self.every = every
-        self._keep = keep
+        self._keep, self._metric = keep, metric
         self._fingerprint = files.plain(fingerprint or {})
         self._warn = warn or _to_stderr
         self._pending: tuple[Path, Any] | None = None
@@ -90,7 +94,8 @@ class Checkpoints:
         *,
         position: Mapping[str, Any],
         counts: Mapping[str, int] | None = None,
-        eval_loss: float | None = None,
+        evaluation: Mapping[str, float] | None = None,
+        best: Best | None = None,
     ) -> Path:
         """Begins to write (trainable, opt_state) after `step`; returns the checkpoint's folder.
 
@@ -103,7 +108,14 @@ class Checkpoints:
         """
         self.wait()
         path = self.folder / str(step)
-        meta = Meta(step, dict(position), dict(counts or {}), self._fingerprint, eval_loss)
+        meta = Meta(
+            step,
+            dict(position),
+            dict(counts or {}),
+            self._fingerprint,
+            dict(evaluation or {}),
+            None if best is None else asdict(best),
+        )
         try:
             self._pending = path, files.start_writing(path, state, meta)
         except Exception as error:
@@ -192,7 +204,7 @@ class Checkpoints:
             return
         steps = self.steps()
         old = steps[: -self._keep]
-        best = _best([self.folder / str(step) for step in steps]) if old else None
+        best = _best(self.folder, self._metric) if old else None
         for step in old:
             if step != best:
                 # A removal cut short must not leave half a checkpoint under its name.
@@ -235,26 +247,32 @@ def read_one(
         raise InputError(f"checkpoint {path} is damaged ({error}); name another one") from error
 
 
-def read_trained(folder: Path | str, abstract: Any) -> tuple[int, Any] | None:
-    """Reads what was trained from the newest checkpoint, and changes nothing on disk.
+def read_trained(
+    folder: Path | str, abstract: Any, *, metric: str | None = None
+) -> tuple[int, Any] | None:
+    """Reads what was trained from one checkpoint, and changes nothing on disk.
 
     Args:
       folder: `RUN/checkpoints`.
       abstract: the trained weights, as for `lora_tune.checkpoint.files.read`.
+      metric: the figure by which the best checkpoint is taken; None takes the newest, as where
+        none has been evaluated.
 
     Returns:
       The step and the weights, None where there is no checkpoint.
 
     Raises:
-      InputError: the newest checkpoint is damaged or has other weights.
+      InputError: the checkpoint is damaged or has other weights.
     """
     folder = Path(folder).absolute()
     steps = steps_in(folder)
     if not steps:
         return None
-    path = folder / str(steps[-1])
+    best = None if metric is None else _best(folder, metric)
+    step = steps[-1] if best is None else best
+    path = folder / str(step)
     try:
-        return steps[-1], files.read_trained(path, abstract)
+        return step, files.read_trained(path, abstract)
     except Damaged as error:
         raise InputError(
             f"checkpoint {path} is damaged ({error}); give the command that trained "
@@ -262,17 +280,21 @@ def read_trained(folder: Path | str, abstract: Any) -> tuple[int, Any] | None:
         ) from error
 
 
-def _best(paths: list[Path]) -> int | None:
-    losses = {int(path.name): _eval_loss(path) for path in paths}
-    known = {step: loss for step, loss in losses.items() if loss is not None}
-    return min(known, key=lambda step: (known[step], step)) if known else None
+def _best(folder: Path, metric: str) -> int | None:
+    """The step of the checkpoint with the best evaluation, the first of equal ones, if any."""
+    found: tuple[int, float] | None = None
+    for step in steps_in(folder):
+        value = _evaluation(folder / str(step)).get(metric)
+        if value is not None and (found is None or is_better(metric, value, found[1])):
+            found = step, value
+    return None if found is None else found[0]
 
 
-def _eval_loss(path: Path) -> float | None:
+def _evaluation(path: Path) -> Mapping[str, float]:
     try:
-        return files.read_meta(path).eval_loss
+        return files.read_meta(path).evaluation
     except Damaged:  # since it was written: not a candidate for the best one
-        return None
+        return {}
 
 
 def _refusal(error: Exception) -> str | None:

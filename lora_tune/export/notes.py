@@ -29,7 +29,9 @@ def training_notes(run: Trained) -> str:
 
 def _lines(run: Trained) -> Iterator[str]:
     yield from ("## Training", "")
-    yield f"- {run.step} steps with lora-tune"
+    metric = run.recipe.train.exported_by()
+    best = "" if metric is None else f", the best of its checkpoints by `{metric}`"
+    yield f"- {run.step} steps with lora-tune{best}"
     for source in run.recipe.data.all_sources():
         yield f"- data: {fingerprint(source.path)}"
     for each in run.recipe.data.all_eval_sets():

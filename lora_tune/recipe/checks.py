@@ -10,6 +10,7 @@ from typing import Any
 
 from lora_tune.errors import InputError
 from lora_tune.hf.shards import shard_bytes
+from lora_tune.recipe.figures import figures
 from lora_tune.recipe.schema import Data, Log, Mesh, Recipe
 from lora_tune.secrets import held_in
 
@@ -30,6 +31,7 @@ _LIMITS: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
             "mesh.expert",
             "mesh.sequence",
             "train.batch_size",
+            "train.early_stopping_patience",
             "train.gradient_accumulation_steps",
             "train.loss_chunk_size",
             "save.keep",
@@ -47,6 +49,7 @@ _LIMITS: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
             "optim.warmup_steps",
             "optim.weight_decay",
             "save.every",
+            "train.early_stopping_threshold",
             "eval.every",
             "eval.num_samples",
             "eval.samples_every",
@@ -99,6 +102,7 @@ def problems_of(recipe: Recipe) -> list[str]:
         *_schedule(recipe),
         *_batches(recipe),
         *_reports(recipe),
+        *_best_model(recipe),
         *_files(recipe),
     ]
 
@@ -274,6 +278,34 @@ def _reports(recipe: Recipe) -> Iterator[str]:
             keys += " and data.eval_path"
         yield f"eval.samples_every has no effect with eval.num_samples: 0; set {keys}"
     yield from _reporters(recipe.log)
+
+
+def _best_model(recipe: Recipe) -> Iterator[str]:
+    train, known = recipe.train, figures(recipe)
+    if train.metric_for_best_model not in known:
+        close = get_close_matches(train.metric_for_best_model, known, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        yield (
+            f"train.metric_for_best_model must be a figure of evaluations ({', '.join(known)}), "
+            f"got {train.metric_for_best_model!r}{hint}"
+        )
+    if train.early_stopping_threshold and train.early_stopping_patience is None:
+        yield (
+            "train.early_stopping_threshold has no effect without train.early_stopping_patience; "
+            "set both"
+        )
+    if train.load_best_model_at_end and not (recipe.save.adapter or recipe.save.merged):
+        yield (
+            "train.load_best_model_at_end chooses what is exported, and nothing is: save.adapter "
+            "and save.merged are both false; set one of them"
+        )
+    for key in ("early_stopping_patience", "load_best_model_at_end"):
+        if not getattr(train, key):
+            continue
+        if not recipe.data.all_eval_sets():
+            yield f"train.{key} needs held-out rows; set data.eval_path and eval.every"
+        elif not recipe.eval.every:
+            yield f"train.{key} needs evaluations during training; set eval.every"
 
 
 def _reporters(log: Log) -> Iterator[str]:

@@ -116,6 +116,14 @@ _FOREIGN: Mapping[str, str] = {
     "micro_batch_size": "train.batch_size",
     "per_device_batch_size": "train.batch_size",
     "per_device_train_batch_size": "train.batch_size",
+    "early_stop_patience": "train.early_stopping_patience",
+    "early_stopping": "train.early_stopping_patience",
+    "early_stopping_steps": "train.early_stopping_patience",
+    "patience": "train.early_stopping_patience",
+    "min_delta": "train.early_stopping_threshold",
+    "greater_is_better": "train.metric_for_best_model",
+    "best_metric": "train.metric_for_best_model",
+    "save_best": "train.load_best_model_at_end",
     "accumulation_steps": "train.gradient_accumulation_steps",
     "grad_accumulation_steps": "train.gradient_accumulation_steps",
     "gradient_accumulation": "train.gradient_accumulation_steps",
@@ -172,6 +180,8 @@ _MEANINGS: Mapping[str, str] = {
     "log.report_to": "none, wandb, tensorboard or a list of these",
     "model.remat": "full, dots, save_attention, none or offload",
     "train.batch_size": "sequences an optimizer step, over all devices and accumulation steps",
+    "train.early_stopping_patience": "evaluations in a row without a better one",
+    "train.metric_for_best_model": "as eval_loss; a loss is better if lower, any other if higher",
     "train.resume": "auto, never, or the folder of a run or of a checkpoint",
 }
 

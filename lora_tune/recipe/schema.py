@@ -273,8 +273,21 @@ class Train:
     resume: str = "auto"
     """`auto` goes on from the last checkpoint in `output_dir`; `never` refuses if there is one. A
     path, of a run folder or of one checkpoint in it, is where a run begins that has none yet."""
+    early_stopping_patience: int | None = None
+    """End the run after so many evaluations in a row without a better one; null never does."""
+    early_stopping_threshold: float = 0.0
+    """By how much an evaluation has to be better to count as such."""
+    metric_for_best_model: str = "eval_loss"
+    """The figure of evaluations by which one is better: a loss if lower, any other if higher."""
+    load_best_model_at_end: bool = False
+    """Export the checkpoint with the best evaluation, not the last. A checkpoint is then written
+    after every evaluation that is the best so far."""
     loss_chunk_size: int = 8192
     """Entries of the vocabulary whose logits exist at one time; fewer needs less memory."""
+
+    def exported_by(self) -> str | None:
+        """Return the figure by which the checkpoint to export is the best; None for the last."""
+        return self.metric_for_best_model if self.load_best_model_at_end else None
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,14 @@ from lora_tune.training.tripwires import TripwireError
 
 @dataclasses.dataclass
 class End:
-    """How a run ended that no error ended: its last step, and the signal that asked for it."""
+    """How a run ended that no error ended: its last step, and the signal that asked for it.
+
+    `said` is what there is to say of a run that is finished.
+    """
 
     step: int = 0
     interrupted: str | None = None
+    said: str = ""
 
 
 @contextlib.contextmanager
@@ -59,7 +63,7 @@ def reported(run_dir: Path, summary: Mapping[str, Any], metrics: MetricsLog) -> 
         raise
     with writable_output(run_dir):
         how = "finished" if end.interrupted is None else "interrupted"
-        path = write(how, end.step, end.interrupted or "")
+        path = write(how, end.step, end.interrupted or end.said)
     metrics.note(f"wrote {path}")
 
 

@@ -3,8 +3,9 @@
 
 The first and the last step are logged, and every `log_every`-th. An evaluation is made before the
 first step of a new run, after every `eval_every` steps (0: never between) and at the end, and so
-are sample answers, after every `sample_every`. A checkpoint is written when due, at the end, and
-after the step in progress on SIGINT or SIGTERM.
+are sample answers, after every `sample_every`. A checkpoint is written when due, at the end, after
+the step in progress on SIGINT or SIGTERM and, where the `Criterion` says so, after the best
+evaluation so far. A run whose evaluations have not become better for long ends early.
 
 Evaluations, samples and checkpoints wait for the device; otherwise the numbers of a step are
 fetched, checked and logged while the next one runs. No state is saved before its step, and all
@@ -32,6 +33,7 @@ from lora_tune.distributed import StopTogether
 from lora_tune.errors import InputError
 from lora_tune.machine import COMPILER
 from lora_tune.training import tripwires
+from lora_tune.training.best import Best, Criterion
 from lora_tune.training.gauges import Gauges
 from lora_tune.training.metrics import Writer
 
@@ -74,7 +76,8 @@ class Saver(AbstractContextManager["Saver"], Protocol):
         *,
         position: Mapping[str, Any],
         counts: Mapping[str, int],
-        eval_loss: float | None,
+        evaluation: Mapping[str, float],
+        best: Best | None,
     ) -> Path:
         """Begins to write a checkpoint and returns its folder; the state may then be donated."""
         ...
@@ -90,6 +93,8 @@ class Outcome:
       counts: `total_tokens` and `total_trained_tokens` of the whole run.
       interrupted: the name of the signal that ended the run early, or None.
       checkpoint: the folder of the last checkpoint that this call wrote, or None.
+      stopped_early: one sentence on why the run ended before its last step, if its evaluations had
+        not become better for long.
     """
 
     state: State
@@ -97,6 +102,7 @@ class Outcome:
     counts: Mapping[str, int]
     interrupted: str | None = None
     checkpoint: Path | None = None
+    stopped_early: str | None = None
 
 
 def run(
@@ -115,6 +121,8 @@ def run(
     counts: Mapping[str, int] | None = None,
     eval_fn: EvalFn | None = None,
     eval_every: int = 0,
+    criterion: Criterion | None = None,
+    best: Best | None = None,
     sample_fn: SampleFn | None = None,
     sample_every: int = 0,
     adapter_norms: Callable[[Any], Mapping[str, float]] | None = None,
@@ -131,7 +139,10 @@ def run(
       schedule: the learning rate after so many finished steps, for the log.
       seed: step n gets the key `fold_in(key(seed), n)`.
       counts: `Outcome.counts` of the checkpoint that the run goes on from.
-      eval_fn: `(trainable, frozen) -> {"eval_loss": …, …}` over the whole held-out set.
+      eval_fn: `(trainable, frozen) -> {"eval_loss": …, …}` over all held-out rows.
+      criterion: which evaluation is the best, and when the run ends early; None for the lowest
+        `eval_loss` and never. The evaluation before the first step is none of them.
+      best: of the checkpoint that the run goes on from.
       sample_fn: `(trainable, frozen) -> [{"prompt": …, "answer": …, …}]`, answers to look at.
       adapter_norms: `trainable -> {name: norm of B}`, for the tripwires; None without adapters.
       gauges: what rows say of the machine; None for the first device and no figures of the model.
@@ -144,11 +155,12 @@ def run(
     tripwires.check_trainable(sum(leaf.size for leaf in jax.tree.leaves(trainable)))
     gauges = gauges or Gauges(jax.local_devices()[:1])
     log = _Log(metrics, schedule, total_steps, log_every, counts or {}, gauges)
-    evaluate, sample = _evaluator(eval_fn, log), _sampler(sample_fn, log)
+    evaluate, sample = _Evaluator(eval_fn, log, criterion, best), _sampler(sample_fn, log)
+    total_steps = start_step if evaluate.ends else total_steps
     key_of, stop_together = _step_keys(seed, opt_state), StopTogether()
     step, saved, stopped = start_step, None, None
     if start_step == 0:
-        evaluate(0, trainable, frozen)
+        evaluate.before_training(trainable, frozen)
         sample(0, trainable, frozen)
 
     with _signals() as stop, checkpoints:
@@ -165,25 +177,32 @@ def run(
             # Whoever asked the run to stop does not wait for answers.
             sampling = last or (stopped is None and _every(sample_every, step))
             saving = last or stopped is not None or checkpoints.due(step)
+            looking = evaluating or saving
             log.add(step, out, data.planned(step))
-            log.settle(all_steps=evaluating or sampling or saving or step == start_step + 1)
-            if adapter_norms and (saving or step == tripwires.ADAPTERS_MOVE_BY_STEP):
+            log.settle(all_steps=looking or sampling or step == start_step + 1)
+            if adapter_norms and (looking or step == tripwires.ADAPTERS_MOVE_BY_STEP):
                 tripwires.check_adapters(step, adapter_norms(trainable))
-            eval_loss = evaluate(step, trainable, frozen) if evaluating else None
-            if sampling:
+            found = evaluate(step, trainable, frozen) if evaluating else {}
+            if sampling or evaluate.ends:
                 sample(step, trainable, frozen)
-            if saving:
+            if saving or evaluate.ends or evaluate.keeps(step):
                 now, at = (trainable, opt_state), data.position(step)
                 with log.paused():
                     saved = checkpoints.save(
-                        step, now, position=at, counts=log.counts, eval_loss=eval_loss
+                        step,
+                        now,
+                        position=at,
+                        counts=log.counts,
+                        evaluation=found,
+                        best=evaluate.best,
                     )
-            if stopped and not last:
+            if stopped or evaluate.ends:
                 break
-    early = stopped if step < total_steps else None
-    if early:
-        metrics.note(f"{early}: stopped after step {step}, saved in {saved}")
-    return Outcome((trainable, opt_state, frozen), step, log.counts, early, saved)
+    early = evaluate.why() if evaluate.ends else None
+    interrupted = stopped if step < total_steps and not early else None
+    if interrupted:
+        metrics.note(f"{interrupted}: stopped after step {step}, saved in {saved}")
+    return Outcome((trainable, opt_state, frozen), step, log.counts, interrupted, saved, early)
 
 
 class _Log:
@@ -274,17 +293,53 @@ class _Log:
         self._window_tokens, self._window_steps = 0, 0
 
 
-def _evaluator(eval_fn: EvalFn | None, log: _Log) -> Callable[[int, Any, Any], float | None]:
-    def evaluate(step: int, trainable: Any, frozen: Any) -> float | None:
-        if eval_fn is None:
-            return None
-        with log.paused():
-            found = {name: float(value) for name, value in eval_fn(trainable, frozen).items()}
-        tripwires.check_evaluation(step, found)
-        log.metrics.write({"step": step, **found})
-        return found["eval_loss"]
+class _Evaluator:
+    """Evaluates, writes what it found, and keeps the best in mind."""
 
-    return evaluate
+    def __init__(
+        self, eval_fn: EvalFn | None, log: _Log, criterion: Criterion | None, best: Best | None
+    ) -> None:
+        self._eval_fn, self._log = eval_fn, log
+        self._criterion, self.best = criterion or Criterion(), best
+
+    def before_training(self, trainable: Any, frozen: Any) -> None:
+        """Evaluates what no checkpoint will hold."""
+        self._found(0, trainable, frozen)
+
+    def __call__(self, step: int, trainable: Any, frozen: Any) -> Mapping[str, float]:
+        """Evaluates; nothing without held-out rows."""
+        found = self._found(step, trainable, frozen)
+        if found:
+            self.best = self._criterion.judge(self.best, step, found)
+        return found
+
+    def _found(self, step: int, trainable: Any, frozen: Any) -> Mapping[str, float]:
+        if self._eval_fn is None:
+            return {}
+        with self._log.paused():
+            figures = self._eval_fn(trainable, frozen)
+        found = {name: float(value) for name, value in figures.items()}
+        tripwires.check_evaluation(step, found)
+        self._log.metrics.write({"step": step, **found})
+        return found
+
+    @property
+    def ends(self) -> bool:
+        """Whether evaluations have not become better for long enough to end the run."""
+        return self._criterion.ends(self.best)
+
+    def keeps(self, step: int) -> bool:
+        """Whether a checkpoint is to be written because of the evaluation after a step."""
+        return self._criterion.keep and self.best is not None and self.best.step == step
+
+    def why(self) -> str:
+        """Why the run ends early, in half a sentence."""
+        assert self.best is not None  # or it would not end
+        metric, value, at = self.best.metric, self.best.value, self.best.step
+        return (
+            f"{self.best.stale} evaluations in a row were no better in {metric}, which was best "
+            f"after step {at}: {value:.4f}"
+        )
 
 
 def _sampler(sample_fn: SampleFn | None, log: _Log) -> Callable[[int, Any, Any], None]:

@@ -191,3 +191,44 @@ def test_one_set_alone_has_no_other_figures(recipe: Path) -> None:
     found = evaluated(recipe, "data.eval_sets=[]", f"data.eval_path={path}")
     kinds = ("loss", "token_accuracy", "accuracy", "examples")
     assert set(found) == {f"eval_{kind}" for kind in kinds}
+
+
+def test_what_is_exported_is_the_best_checkpoint(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """That of a run which ended there; scripted losses rise after step 2, and end the run at 6."""
+    common = [f"recipe={recipe}", "optim.lr_scheduler_type=constant", "data.eval_sets=[]"]
+    common.append(f"data.eval_path={recipe.parent / 'near.jsonl'}")
+    assert cli.main([*common, f"output_dir={tmp_path / 'short'}", "train.max_steps=2"]) == 0
+    told = iter([9.0, 3.0, 4.0, 5.0])
+    monkeypatch.setattr(
+        build_evaluation, "make_evaluation", lambda *_: lambda *_: {"eval_loss": next(told)}
+    )
+    best = ["train.load_best_model_at_end=true", "train.early_stopping_patience=2"]
+    words = [*common, *best, f"output_dir={tmp_path / 'long'}", "train.max_steps=40"]
+    capsys.readouterr()
+    assert cli.main([*words, "eval.every=2", "save.keep=1"]) == 0
+    said = "what is exported is of step 2, the best by eval_loss"
+    assert said in capsys.readouterr().out
+    kept = {path.name for path in (tmp_path / "long" / "checkpoints").iterdir()}
+    assert kept == {"2", "6"}
+    page = (tmp_path / "long" / "report.html").read_text(encoding="utf-8")
+    assert "Finished after step 6 of 40: 2 evaluations in a row were no better" in page
+    assert said in page
+
+    weights = "adapter/adapter_model.safetensors"
+    expected = (tmp_path / "short" / weights).read_bytes()
+    assert (tmp_path / "long" / weights).read_bytes() == expected
+    card = (tmp_path / "long" / "adapter" / "README.md").read_text(encoding="utf-8")
+    assert "Step 2, the best by `eval_loss`." in card
+    assert "the best by" not in (tmp_path / "short" / "adapter" / "README.md").read_text()
+
+    assert cli.main(["export", f"run={tmp_path / 'long'}", f"to={tmp_path / 'out'}"]) == 0
+    assert "step 2 of" in capsys.readouterr().out
+    assert (tmp_path / "out" / "adapter_model.safetensors").read_bytes() == expected
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert "2 steps with lora-tune, the best of its checkpoints by `eval_loss`" in card
+    # Started again, it trains no further and exports the same.
+    (tmp_path / "long" / weights).unlink()
+    assert cli.main([*words, "eval.every=2", "save.keep=1"]) == 0
+    assert (tmp_path / "long" / weights).read_bytes() == expected

@@ -16,7 +16,7 @@ from toy_problem import make_state, optimizer
 
 from lora_tune.checkpoint import files
 from lora_tune.checkpoint import folder as folders
-from lora_tune.checkpoint.folder import Checkpoints
+from lora_tune.checkpoint.folder import Checkpoints, read_trained
 from lora_tune.errors import InputError
 
 COUNT = {"count": jnp.int32(0)}
@@ -122,13 +122,20 @@ def test_an_empty_folder_restores_nothing(tmp_path):
     assert folder.restore(small_state()) is None
 
 
-def test_the_newest_and_the_best_are_kept(tmp_path):
-    folder = open_folder(tmp_path, keep=2)
-    for step, loss in enumerate([None, 0.9, 0.4, 0.6, None, 0.5, None], start=1):
-        folder.save(step, small_state(step), position={}, eval_loss=loss)
-    assert folder.steps() == [3, 6, 7]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["3", "6", "7"]
+@pytest.mark.parametrize(("metric", "best"), [("eval_loss", 3), ("eval_a_exact_match", 2)])
+def test_the_newest_and_the_best_are_kept(tmp_path, metric, best):
+    folder = open_folder(tmp_path, keep=2, metric=metric)
+    for step, value in enumerate([None, 0.9, 0.4, 0.6, 0.9, 0.5, None], start=1):
+        evaluation = None if value is None else {metric: value, "eval_other": -value}
+        folder.save(step, small_state(step), position={}, evaluation=evaluation)
+    folder.wait()
+    assert folder.steps() == [best, 6, 7]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [str(best), "6", "7"]
     assert folder.restore(small_state()).trainable["kernel"][0, 0] == 7
+    wanted = small_state()[0]
+    for by, step in ((None, 7), (metric, best), ("eval_unknown", 7)):
+        found, trained = read_trained(tmp_path, wanted, metric=by)
+        assert found == trained["kernel"][0, 0] == step
 
 
 def test_due(tmp_path):

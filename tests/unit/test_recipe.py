@@ -277,6 +277,35 @@ def test_wrong_types(smallest: str, override: str, said: str) -> None:
             ["data.eval_path=x", "eval.batch_size=3", "mesh.data=2"],
             "eval.batch_size (3) must be a multiple of mesh.data",
         ),
+        (
+            ["train.metric_for_best_model=loss"],
+            "must be a figure of evaluations (eval_loss, eval_token_accuracy, eval_accuracy), got "
+            "'loss'; did you mean eval_loss?",
+        ),
+        (
+            ["data.eval_sets=[{name: a, path: a}]", "train.metric_for_best_model=eval_b_loss"],
+            "got 'eval_b_loss'; did you mean eval_a_loss?",
+        ),
+        (["train.early_stopping_patience=0"], "train.early_stopping_patience must be at least 1"),
+        (
+            ["train.early_stopping_patience=2"],
+            "train.early_stopping_patience needs held-out rows; set data.eval_path and eval.every",
+        ),
+        (
+            ["train.early_stopping_patience=2", "data.eval_path=a"],
+            "train.early_stopping_patience needs evaluations during training; set eval.every",
+        ),
+        (
+            ["train.early_stopping_threshold=0.1"],
+            "train.early_stopping_threshold has no effect without train.early_stopping_patience",
+        ),
+        (["train.early_stopping_threshold=-1"], "train.early_stopping_threshold must be at least"),
+        (["train.load_best_model_at_end=true"], "needs held-out rows; set data.eval_path"),
+        (
+            ["train.load_best_model_at_end=true", "data.eval_path=a", "save.adapter=false"],
+            "chooses what is exported, and nothing is",
+        ),
+        (["train.greater_is_better=true"], "did you mean 'train.metric_for_best_model'?"),
         (["log.wandb_mode=online"], "no effect without log.report_to: wandb"),
         (["log.report_to=tensorbord"], "got 'tensorbord'; did you mean tensorboard?"),
         (["log.report_to=[wandb, all]"], "must be none or wandb or tensorboard, or a list"),

@@ -16,6 +16,7 @@ import numpy as np
 import optax
 
 from lora_tune.checkpoint.folder import Checkpoints
+from lora_tune.training.best import Best
 from lora_tune.training.loop import run
 from lora_tune.training.metrics import MetricsLog
 from lora_tune.training.optim import make_optimizer
@@ -131,11 +132,18 @@ def train(
     eval_every=5,
     writers=(),
     data=None,
+    eval_fn=None,
+    criterion=None,
 ):
     """One whole run, resumed from its folder; `stop_after` ends the data early, like a crash."""
     opt, schedule, step_fn = tools(total_steps)
     trainable, opt_state, frozen = make_state(opt)
-    checkpoints = Checkpoints(Path(run_dir) / "checkpoints", keep=keep, every=save_every)
+    checkpoints = Checkpoints(
+        Path(run_dir) / "checkpoints",
+        keep=keep,
+        every=save_every,
+        metric=criterion.metric if criterion else "eval_loss",
+    )
     found = checkpoints.restore((trainable, opt_state))
     if found:
         trainable, opt_state = found.trainable, found.opt_state
@@ -156,8 +164,10 @@ def train(
             seed=7,
             start_step=start,
             counts=found.meta.counts if found else None,
-            eval_fn=make_eval(data),
+            eval_fn=eval_fn or make_eval(data),
             eval_every=eval_every,
+            criterion=criterion,
+            best=Best(**found.meta.best) if found and found.meta.best else None,
             adapter_norms=adapter_norms,
         )
 
