@@ -82,7 +82,8 @@ data:
 """
 _EXPORT = """\
 export:
-  run=DIR to=OUT      from the newest checkpoint of a run to a new folder; also model.path=PATH
+  run=DIR to=OUT      from the newest checkpoint of a run to a new folder, or the best one with
+                      train.load_best_model_at_end; also model.path=PATH
   format=peft         an adapter for PEFT, or merged: the whole model
   max_shard_size=5GB  largest file of a merged model; default: the base's own files
   push=USER/NAME      then to the hub, with the token of HF_TOKEN or `hf auth login`; private=true
