@@ -3,21 +3,36 @@
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lora_tune import assets
-from lora_tune.data import sources
+from lora_tune import assets, machine, progress
+from lora_tune.data import prepared
 from lora_tune.data import tokenizer as tokenizers
 from lora_tune.data.batch import Batch
 from lora_tune.data.dataset import Dataset
-from lora_tune.data.encode import encode_rows
 from lora_tune.data.examples import Examples, join
-from lora_tune.data.messages import Encoder, Example
+from lora_tune.data.messages import Example
+from lora_tune.data.prefetch import ahead
+from lora_tune.data.store import Store
 from lora_tune.errors import said_of
 from lora_tune.hf.hub import Source
 from lora_tune.recipe import schema
+
+_ENCODING = (
+    "max_length",
+    "truncation_strategy",
+    "assistant_only_loss",
+    "completion_only_loss",
+    "mask_history",
+    "train_on_eos",
+    "reasoning",
+)
+"""Keys of `data` that are options of `Encoder`."""
+_SHOWN = 20_000_000
+"""Bytes of rows from which on it is told how far tokenising has come."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +49,8 @@ class Data:
     first: Example
 
     def batches(self, start_step: int = 0) -> Iterator[Batch]:
-        """Training batches from a step on."""
-        return (batch for _, batch in self.train.batches(start_step))
+        """Training batches from a step on, made ahead of the step that takes them."""
+        return ahead(batch for _, batch in self.train.batches(start_step))
 
     def position(self, step: int) -> Mapping[str, Any]:
         """Where the data stands after `step` steps, for the checkpoint."""
@@ -77,6 +92,7 @@ def _training_examples(section: schema.Data, tokenizer: Any, count: int | None) 
     given = section.all_sources()
     if count is not None:
         given = [dataclasses.replace(given[0], max_samples=count)]
+        section = dataclasses.replace(section, cache=False)
     parts = []
     for i, source in enumerate(given):
         with said_of(f"data.sources[{i}]" if section.sources else "data.path"):
@@ -96,30 +112,27 @@ def _held_out(section: schema.Data, tokenizer: Any) -> tuple[Examples | None, tu
 
 
 def _examples(section: schema.Data, tokenizer: Any, source: schema.Source) -> Examples:
-    drop_bad_rows = section.on_bad_row == "drop"
-    rows = sources.read(
+    read = prepared.Source(
         assets.resolve_all(source.path),
         split=source.split,
         subset=source.subset,
         columns=section.columns if source.columns is None else source.columns,
         format=source.format or section.format,
         max_samples=source.max_samples,
-        drop_bad_rows=drop_bad_rows,
+        drop_bad_rows=section.on_bad_row == "drop",
+        name=source.called(),
     )
-    if rows.format in ("messages", "sharegpt", "alpaca"):
-        tokenizers.require_chat_template(tokenizer)
-    encoder = Encoder(
-        tokenizer,
-        format=rows.format,
-        max_length=section.max_length,
-        truncation_strategy=section.truncation_strategy,
-        assistant_only_loss=section.assistant_only_loss,
-        completion_only_loss=section.completion_only_loss,
-        mask_history=section.mask_history,
-        train_on_eos=section.train_on_eos,
-        reasoning=section.reasoning,
-    )
-    return encode_rows(rows, encoder, name=source.called(), drop_bad_rows=drop_bad_rows)
+    options = {name: getattr(section, name) for name in _ENCODING}
+    with progress.shown_as("tokenising", least=_SHOWN) as tell:
+        means = prepared.Means(section.num_proc, _store(section.cache), progress=tell)
+        return prepared.examples(read, tokenizer, options, means)
+
+
+def _store(cache: bool | str) -> Store | None:
+    if cache is False:
+        return None
+    folder = machine.user_cache() / "data" if cache is True else Path(cache).expanduser()
+    return Store(folder)
 
 
 def make_tokenizer(recipe: schema.Recipe, source: Source, vocab_size: int | None) -> Any:

@@ -14,13 +14,14 @@ used as it is, and `JAX_ENABLE_COMPILATION_CACHE=false` keeps nothing.
 """
 
 import hashlib
-import os
 import platform
 import sys
 from pathlib import Path
 
 import filelock
 import jax
+
+from lora_tune import machine
 
 _BYTES = 2 * 1024**3
 """Room for the programs of a kind of machine; those not used for longest make place."""
@@ -33,7 +34,7 @@ def keep() -> None:
     config = jax.config
     if config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache:
         return
-    folder = _user_folder() / "lora_tune" / "compiled" / _machine()
+    folder = machine.user_cache() / "compiled" / _machine()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _remove_halves(folder)
@@ -48,12 +49,6 @@ def keep() -> None:
     config.update("jax_compilation_cache_max_size", _BYTES)
     config.update("jax_persistent_cache_min_compile_time_secs", _WORTH)
     config.update("jax_compilation_cache_dir", str(folder))
-
-
-def _user_folder() -> Path:
-    """`XDG_CACHE_HOME`, which only counts where it is absolute, or `~/.cache`."""
-    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return given if given.is_absolute() else Path.home() / ".cache"
 
 
 def _machine() -> str:

@@ -57,6 +57,11 @@ class Problems:
         if len(self._shown) < _SHOWN:
             self._shown.append(message)
 
+    @property
+    def first(self) -> tuple[str, ...]:
+        """The first few sentences."""
+        return tuple(self._shown)
+
     @contextlib.contextmanager
     def collected(self) -> Iterator[None]:
         """Takes the InputError that is raised inside."""

@@ -7,8 +7,8 @@
   read whole. A change between the blocks is not seen; the commit of a hub model covers it.
 * The adapter that a run starts from, in the same way.
 * Tokenizer and chat template; what the rows became (tokens, masks, order); versions of packages;
-  and the recipe, but for what decides no number: `output_dir`, `locked`, `log`, `distributed` and
-  `train.resume`, unless that names a checkpoint.
+  and the recipe, but for what decides no number: `output_dir`, `locked`, `log`, `distributed`,
+  `data.num_proc`, `data.cache` and `train.resume`, unless that names a checkpoint.
 """
 
 import dataclasses
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_tune import __version__
+from lora_tune.data import tokenizer as tokenizers
 from lora_tune.errors import InputError
 from lora_tune.hf.folder import replace_file
 from lora_tune.hf.peft import WEIGHTS_FILE
@@ -212,13 +213,9 @@ def _adapter(folder: Path) -> dict[str, str]:
 
 def _tokenizer(tokenizer: Any) -> dict[str, str | None]:
     """Hashes of a tokenizer's rules and of its chat template."""
-    rules = json.loads(tokenizer.backend_tokenizer.to_str())
-    # How it was last called, which is no part of what it is.
-    rules.pop("truncation", None)
-    rules.pop("padding", None)
     template = tokenizer.chat_template
     return {
-        "rules": _sha256(json.dumps(rules, sort_keys=True).encode()),
+        "rules": _sha256(tokenizers.rules(tokenizer).encode()),
         "chat_template": None if template is None else _sha256(json.dumps(template).encode()),
     }
 
@@ -227,6 +224,8 @@ def _recipe(recipe: schema.Recipe) -> dict[str, Any]:
     values = dataclasses.asdict(recipe)
     for key in ("output_dir", "locked", "log", "distributed"):
         del values[key]
+    for key in ("num_proc", "cache"):
+        del values["data"][key]
     if recipe.train.resume in ("auto", "never"):
         del values["train"]["resume"]
     return values

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must be known of machine and process before jax is imported."""
+"""What must be known of machine and process, also where jax is not imported."""
 
 import importlib.metadata
 import os
@@ -10,6 +10,19 @@ COMPILER = "lora-tune-compiler"
 """Name of the thread that compiles while the main one waits for signals."""
 _CHIPS = ("accel[0-9]*", "vfio/[0-9]*")
 """How the devices of TPUs are called: those up to v4, and later ones."""
+
+
+def user_cache() -> Path:
+    """`lora_tune` in `XDG_CACHE_HOME`, which only counts where it is absolute, or in `~/.cache`."""
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (given if given.is_absolute() else Path.home() / ".cache") / "lora_tune"
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def leave_out_libtpu(*, devices: Path = Path("/dev")) -> None:

@@ -21,7 +21,7 @@ Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
 
 LEAST = 10**9
-"""Bytes from which on a transfer is shown at all."""
+"""Bytes from which on a transfer is shown, where nothing else is said."""
 EVERY = 30.0
 """Seconds between plain lines."""
 
@@ -40,8 +40,8 @@ def counted(progress: Progress | None, total: int) -> Callable[[int], None]:
 
 
 @contextlib.contextmanager
-def shown_as(what: str, *, stream: TextIO | None = None) -> Iterator[Progress]:
-    """Shows a transfer of 1 GB or more as bytes done and in all, rate and time left.
+def shown_as(what: str, *, stream: TextIO | None = None, least: int = LEAST) -> Iterator[Progress]:
+    """Shows a transfer of `least` bytes or more as bytes done and in all, rate and time left.
 
     Args:
       what: what is done, as `loading weights`.
@@ -49,7 +49,7 @@ def shown_as(what: str, *, stream: TextIO | None = None) -> Iterator[Progress]:
         plain line every 30 seconds, and one at the end.
     """
     console = Console(file=stream or sys.stderr, highlight=False, soft_wrap=True)
-    shown = _Live(what, console) if console.is_terminal else _Lines(what, console)
+    shown = _Live(what, console, least) if console.is_terminal else _Lines(what, console, least)
     try:
         yield shown
     finally:
@@ -57,7 +57,8 @@ def shown_as(what: str, *, stream: TextIO | None = None) -> Iterator[Progress]:
 
 
 class _Live:
-    def __init__(self, what: str, console: Console) -> None:
+    def __init__(self, what: str, console: Console, least: int) -> None:
+        self._least = least
         columns = (TextColumn(what), BarColumn(bar_width=None), DownloadColumn())
         times = (TransferSpeedColumn(), TextColumn("ETA"), TimeRemainingColumn(compact=True))
         self._bar = Bar(*columns, *times, console=console)
@@ -65,7 +66,7 @@ class _Live:
         self._started = False
 
     def __call__(self, done: int, total: int) -> None:
-        if total >= LEAST:
+        if total >= self._least:
             if not self._started:
                 self._started = True
                 self._bar.start()
@@ -77,19 +78,20 @@ class _Live:
 
 
 class _Lines:
-    def __init__(self, what: str, console: Console) -> None:
-        self._what, self._console = what, console
+    def __init__(self, what: str, console: Console, least: int) -> None:
+        self._what, self._console, self._least = what, console, least
         self._begun = self._last = time.monotonic()
 
     def __call__(self, done: int, total: int) -> None:
         now = time.monotonic()
-        if total < LEAST or (done < total and now - self._last < EVERY):
+        if total < self._least or (done < total and now - self._last < EVERY):
             return
         self._last = now
         rate = done / max(now - self._begun, 1e-9)
         left = (total - done) / max(rate, 1e-9)
         ending = f"ETA {clock(left)}" if done < total else f"done in {clock(now - self._begun)}"
-        amount = f"{done / 1e9:,.1f} of {total / 1e9:,.1f} GB"
+        unit, name, digits = (1e9, "GB", 1) if total >= 1e9 else (1e6, "MB", 0)
+        amount = f"{done / unit:,.{digits}f} of {total / unit:,.{digits}f} {name}"
         text = f"{self._what}: {amount}, {rate / 1e6:,.0f} MB/s, {ending}"
         self._console.print(text, markup=False, emoji=False)
 

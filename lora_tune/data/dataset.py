@@ -7,9 +7,10 @@ size of them from s * batch size on. So resuming at step s is starting at step s
 hosts. Sources with weights are mixed by `mixing.epoch_order`, which the same holds for.
 """
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 import numpy as np
@@ -21,11 +22,28 @@ from lora_tune.data.batch import Batch
 from lora_tune.data.examples import DataReport, Examples
 from lora_tune.errors import InputError
 
+_KEPT = 4
+"""Epochs whose rows are kept: a batch may span some, and batches are made ahead."""
+
+
+@dataclass(frozen=True)
+class _Rows(Sized):
+    """The rows of an epoch: row i has the examples `ids[starts[i]:starts[i + 1]]`."""
+
+    ids: np.ndarray  # int64 [examples of the epoch]
+    starts: np.ndarray  # int64 [rows + 1]
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def __getitem__(self, row: int) -> list[int]:
+        return self.ids[self.starts[row] : self.starts[row + 1]].tolist()
+
 
 @dataclass(frozen=True)
 class _Epoch:
     first_row: int  # number of the epoch's first row in the endless stream
-    rows: list[list[int]]  # example ids of each row
+    rows: _Rows
 
 
 class Dataset:
@@ -36,6 +54,7 @@ class Dataset:
 
     Of a batch that several processes share, each fills its `local_rows` (bool `[batch_size]`) and
     leaves the others empty; which example stands where is the same for any number of processes.
+    Several threads may ask it at once.
     """
 
     def __init__(
@@ -62,19 +81,21 @@ class Dataset:
         self.weights = None if weights is None else list(weights)
         self._local = np.ones(batch_size, bool) if local_rows is None else local_rows
         self._first_rows = [0]
-        self._epoch_rows: dict[int, list[list[int]]] = {}
+        self._epoch_rows: dict[int, _Rows] = {}
+        self._lock = threading.RLock()  # of the two
 
     @property
     def report(self) -> DataReport:
         """The report of the examples, with the efficiency of the first epoch's rows."""
         rows = self._epoch(0).rows
-        tokens = int(self.examples.lengths[[i for row in rows for i in row]].sum())
+        tokens = int(self.examples.lengths[rows.ids].sum())
         efficiency = tokens / (len(rows) * self.max_length)
         return replace(self.examples.report, packing_efficiency=efficiency)
 
     def epoch_rows(self, epoch: int) -> list[list[int]]:
         """The examples in each row of an epoch, in order."""
-        return self._epoch(epoch).rows
+        rows = self._epoch(epoch).rows
+        return [rows[row] for row in range(len(rows))]
 
     def steps(self, epochs: float) -> int:
         """Steps for a number of epochs, rounded up; part of an epoch counts its rows in part."""
@@ -141,30 +162,34 @@ class Dataset:
         return identity
 
     def _row(self, number: int) -> list[int]:
-        epoch, row = self._locate(number)
-        return self._rows_of(epoch)[row]
+        with self._lock:
+            epoch, row = self._locate(number)
+            return self._rows_of(epoch)[row]
 
     def _locate(self, number: int) -> tuple[int, int]:
         """The epoch of a row of the endless stream, and its place there."""
-        while self._first_rows[-1] <= number:
-            epoch = len(self._first_rows) - 1
-            self._first_rows.append(self._first_rows[epoch] + len(self._rows_of(epoch)))
+        with self._lock:
+            while self._first_rows[-1] <= number:
+                epoch = len(self._first_rows) - 1
+                self._first_rows.append(self._first_rows[epoch] + len(self._rows_of(epoch)))
         epoch = int(np.searchsorted(self._first_rows, number, side="right")) - 1
         return epoch, number - self._first_rows[epoch]
 
     def _epoch(self, epoch: int) -> _Epoch:
-        while len(self._first_rows) <= epoch:
-            self._locate(self._first_rows[-1])
-        return _Epoch(self._first_rows[epoch], self._rows_of(epoch))
+        with self._lock:
+            while len(self._first_rows) <= epoch:
+                self._locate(self._first_rows[-1])
+            return _Epoch(self._first_rows[epoch], self._rows_of(epoch))
 
-    def _rows_of(self, epoch: int) -> list[list[int]]:
-        if epoch not in self._epoch_rows:
-            if len(self._epoch_rows) > 1:  # a batch may span two epochs, never more are needed
-                del self._epoch_rows[next(iter(self._epoch_rows))]
-            self._epoch_rows[epoch] = self._arrange(epoch)
-        return self._epoch_rows[epoch]
+    def _rows_of(self, epoch: int) -> _Rows:
+        with self._lock:
+            if epoch not in self._epoch_rows:
+                if len(self._epoch_rows) >= _KEPT:
+                    del self._epoch_rows[next(iter(self._epoch_rows))]
+                self._epoch_rows[epoch] = self._arrange(epoch)
+            return self._epoch_rows[epoch]
 
-    def _arrange(self, epoch: int) -> list[list[int]]:
+    def _arrange(self, epoch: int) -> _Rows:
         order = mixing.epoch_order(
             self.examples.counts,
             weights=self.weights,
@@ -173,9 +198,10 @@ class Dataset:
             shuffle=self.shuffle,
         )
         if not self.packing:
-            return order[:, None].tolist()
+            return _Rows(order, np.arange(len(order) + 1))
         rows = packer.pack(self.examples.lengths[order], self.max_length)
-        return [order[row].tolist() for row in rows]
+        starts = np.cumsum([0, *map(len, rows)])
+        return _Rows(order[np.fromiter(chain.from_iterable(rows), np.int64, len(order))], starts)
 
 
 def eval_batches(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Load the tokenizer and chat template that belong to a model."""
 
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,6 +44,14 @@ def load(path: str, *, vocab_size: int | None = None) -> "PreTrainedTokenizerBas
     if vocab_size is not None:
         check_vocabulary(tokenizer, vocab_size)
     return tokenizer
+
+
+def rules(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """All that a tokenizer does to a text, as JSON, without how it was last called."""
+    found = json.loads(tokenizer.backend_tokenizer.to_str())  # pyright: ignore
+    found.pop("truncation", None)
+    found.pop("padding", None)
+    return json.dumps(found, sort_keys=True)
 
 
 def is_template(text: str) -> bool:

@@ -25,6 +25,7 @@ _LIMITS: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
             "lora.r",
             "lora.rank_pattern",
             "data.max_samples",
+            "data.num_proc",
             "mesh.data",
             "mesh.fsdp",
             "mesh.tensor",

@@ -179,6 +179,12 @@ class Data:
     """New order every epoch, decided by `train.seed`."""
     max_samples: int | None = None
     """Use only the first rows of `path`; null means all."""
+    num_proc: int | None = None
+    """Processes that tokenise rows, in the order of the data whatever their number; null takes one
+    for every core if there is much to do, and none but its own if there is little."""
+    cache: bool | str = True
+    """Keep tokenised rows of 1 MB and more for the next run, in `~/.cache/lora_tune` or the folder
+    named here; false keeps nothing."""
 
     def all_sources(self) -> list[Source]:
         """Return the sources, with `path` as the one there is otherwise."""

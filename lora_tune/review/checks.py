@@ -12,7 +12,8 @@ import numpy as np
 from lora_tune.build_data import Data
 from lora_tune.data import batch
 from lora_tune.data.dataset import Dataset
-from lora_tune.data.examples import Examples
+from lora_tune.data.examples import Examples, Part
+from lora_tune.data.flat import pieces
 
 Verdict = Literal["ok", "warning", "error"]
 _FULL = 0.8
@@ -90,20 +91,34 @@ def _tokens(dataset: Dataset, tokenizer: Any) -> Iterator[Check]:
     examples = dataset.examples
     special = {i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
     special |= set(tokenizer.all_special_ids)
-    ends = np.isin(examples.tokens, list(special)) & examples.mask
-    text = f"{int(ends.sum()):,} special tokens are learned, such as those that end a turn"
+    ends = sum(_learned(part, special) for part in examples.parts)
+    text = f"{ends:,} special tokens are learned, such as those that end a turn"
     yield Check(
-        "ok" if ends.any() else "warning",
+        "ok" if ends else "warning",
         "ends",
-        text if ends.any() else "no special token is learned: the model does not learn to stop",
+        text if ends else "no special token is learned: the model does not learn to stop",
     )
     begin = tokenizer.bos_token_id
     if begin is not None:
-        starts = examples.offsets[:-1]
-        pairs = np.append(examples.tokens, -1)
-        twice = int(((pairs[starts] == begin) & (pairs[starts + 1] == begin)).sum())
+        twice = sum(_begin_twice(part, begin) for part in examples.parts)
         text = f"{twice:,} examples begin with two"
         yield Check("warning" if twice else "ok", "begin tokens", text)
+
+
+def _learned(part: Part, special: set[int]) -> int:
+    """Trained tokens of a part that are among the special ones."""
+    found = start = 0
+    for tokens in pieces(part.tokens):
+        learned = part.mask[start : start + len(tokens)]
+        found += int((np.isin(tokens, list(special)) & learned).sum())
+        start += len(tokens)
+    return found
+
+
+def _begin_twice(part: Part, begin: int) -> int:
+    """Examples that begin with the token `begin` two times."""
+    starts = part.offsets[:-1][part.lengths > 1]
+    return int(((part.tokens[starts] == begin) & (part.tokens[starts + 1] == begin)).sum())
 
 
 def _overlap(train: Examples, held_out: Examples, most: float) -> Iterator[Check]:

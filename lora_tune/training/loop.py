@@ -19,8 +19,8 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -163,8 +163,9 @@ def run(
         evaluate.before_training(trainable, frozen)
         sample(0, trainable, frozen)
 
-    with _signals() as stop, checkpoints:
-        for step, batch in _numbered(data, start_step, total_steps, log):
+    numbered = _numbered(data, start_step, total_steps, log)
+    with _signals() as stop, checkpoints, closing(numbered):
+        for step, batch in numbered:
             inputs = place(batch), key_of(step)
             if step == start_step + 1:
                 with stop.at_once():
@@ -355,7 +356,7 @@ def _sampler(sample_fn: SampleFn | None, log: _Log) -> Callable[[int, Any, Any],
 
 def _numbered(
     data: Data, start_step: int, total_steps: int, log: _Log
-) -> Iterator[tuple[int, Batch]]:
+) -> Generator[tuple[int, Batch]]:
     batches = iter(data.batches(start_step))
     for step in range(start_step + 1, total_steps + 1):
         with log.waiting():

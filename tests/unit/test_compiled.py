@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from lora_tune import cli, compiled
+from lora_tune import cli, compiled, machine
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_a_folder_that_cannot_be_written_is_a_note(home, capsys):
 def test_a_relative_cache_home_does_not_count(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert compiled._user_folder() == tmp_path / ".cache"
+    assert machine.user_cache() == tmp_path / ".cache" / "lora_tune"
 
 
 @pytest.mark.parametrize("arguments", [["recipe=quickstart"], ["generate", "prompt=a"], ["chat"]])

@@ -108,7 +108,7 @@ def survives(path, *, drop):
         return examples
     report = examples.report
     assert report.all_trained_tokens == report.trained_tokens + report.lost_trained_tokens
-    assert int(examples.tokens.min()) >= 0
+    assert int(examples.parts[0].tokens.min()) >= 0
     return examples
 
 

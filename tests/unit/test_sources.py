@@ -181,7 +181,8 @@ def test_bad_rows_are_dropped_and_listed_if_that_is_asked_for(tmp_path):
     assert (rows.format, rows.count) == ("text", 5)
     assert [where for where, _ in rows] == [f"{path}:3", f"{path}:5"]
     assert [number for number, _ in rows.numbered()] == [2, 4]
-    assert list(rows.bad) == [f"{path}:{n}" for n in (1, 2, 4)]
+    assert rows.bad == {0, 1, 3}
+    assert [said.split(": ")[0] for said in rows.problems] == [f"{path}:{n}" for n in (1, 2, 4)]
     with pytest.raises(InputError, match=r"2 rows of .* cannot be read"):
         sources.read(write(tmp_path / "b.jsonl", '{"a', "["), drop_bad_rows=True)
 

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Encoded examples, kept in a folder from one run to the next.
+
+An entry is a folder, named by the key of all that it follows from: the arrays of a `Part` as
+`NAME.bin` and `entry.json`, which has the report and a hash of the arrays. It is written beside and
+renamed, so that it is whole or not there, whoever else writes the same. All of it is hashed again
+whenever it is read; one that is damaged is removed. Those not used for longest make room for new
+ones. Nothing in it is code or becomes code.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from lora_tune.data import flat
+from lora_tune.data.examples import ARRAYS, DataReport, Examples, Part
+
+_BYTES = 20 * 1024**3
+"""Room for all entries of a folder."""
+_ABANDONED = 24 * 3600
+"""Seconds after which half an entry belongs to a run that has died."""
+_ENTRY, _PARTIAL = "entry.json", ".partial"
+
+
+class Store:
+    """A folder of entries. What stands in the way of using it becomes a note on stderr."""
+
+    def __init__(self, folder: Path, *, room: int = _BYTES) -> None:
+        self.folder, self._room = folder, room
+
+    def load(self, key: str) -> Examples | None:
+        """The examples under a key, or None."""
+        entry = self.folder / key
+        try:
+            if not entry.is_dir():
+                return None
+            found = _read(entry)
+            with contextlib.suppress(OSError):  # a folder that is shared need not be one's own
+                os.utime(entry / _ENTRY)
+            return found
+        except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError) as error:
+            if entry.is_dir():  # else another run has just removed it
+                _note(f"tokenised rows in {entry} are damaged ({error}) and are made anew")
+                self._remove(entry)
+        except OSError as error:
+            _note(f"tokenised rows in {entry} cannot be read ({error}) and are made anew")
+        return None
+
+    def make(
+        self, key: str, make: Callable[[Path | None], Examples], *, unchanged: Callable[[], bool]
+    ) -> Examples:
+        """What `make` makes in the folder that it is given, kept if its data is still `unchanged`.
+
+        Where the folder cannot be used it is called with None.
+        """
+        partial = self._begin(key)
+        if partial is None:
+            return make(None)
+        try:
+            try:
+                examples = make(partial)
+            except OSError as error:
+                _note(f"{_not_kept(self.folder)} ({error})")
+                return make(None)
+            if unchanged():
+                self._keep(partial, self.folder / key, examples)
+            return examples
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+    def _begin(self, key: str) -> Path | None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            return Path(tempfile.mkdtemp(prefix=f"{key[:16]}.", suffix=_PARTIAL, dir=self.folder))
+        except OSError as error:
+            _note(f"{_not_kept(self.folder)} ({error})")
+            return None
+
+    def _keep(self, partial: Path, entry: Path, examples: Examples) -> None:
+        try:
+            [part] = examples.parts
+            written = {
+                "report": dataclasses.asdict(part.report),
+                "tokens": int(part.lengths.sum()),
+                "examples": len(part.lengths),
+                "hash": examples.fingerprint,
+                "numbers": _numbers(part),
+            }
+            (partial / _ENTRY).write_text(json.dumps(written, indent=1), encoding="utf-8")
+            try:
+                os.rename(partial, entry)
+            except OSError:
+                if not entry.is_dir():  # else another run has been faster
+                    raise
+            self._make_room(entry)
+        except OSError as error:
+            _note(f"{_not_kept(self.folder)} ({error})")
+
+    def _make_room(self, newest: Path) -> None:
+        """Removes entries, those not used for longest first, and what runs that died have left."""
+        entries, total = [], 0
+        for path in self.folder.iterdir():
+            with contextlib.suppress(OSError):  # another run removes them too
+                if path.name.endswith(_PARTIAL):
+                    if time.time() - path.stat().st_mtime > _ABANDONED:
+                        self._remove(path)
+                elif (path / _ENTRY).is_file():
+                    size = sum(file.stat().st_size for file in path.iterdir())
+                    entries.append(((path / _ENTRY).stat().st_mtime, size, path))
+                    total += size
+        for _, size, path in sorted(entries):
+            if total <= self._room:
+                return
+            if path != newest:
+                self._remove(path)
+                total -= size
+
+    def _remove(self, path: Path) -> None:
+        """Takes a folder out of the way at once, then removes it."""
+        aside = path.with_name(f"{path.name[:16]}.{os.getpid()}{_PARTIAL}")
+        with contextlib.suppress(OSError):
+            os.rename(path, aside)
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def _read(entry: Path) -> Examples:
+    said = json.loads((entry / _ENTRY).read_bytes())
+    arrays = {}
+    for name, dtype in ARRAYS.items():
+        with (entry / f"{name}.bin").open("rb") as file:
+            arrays[name] = flat.read(file, dtype)
+    counts = {len(arrays[name]) for name in ("lengths", "rows", "targets")}
+    if counts != {said["examples"]} or int(arrays["lengths"].sum()) != said["tokens"]:
+        raise ValueError("an array has another size")
+    if {len(arrays["tokens"]), len(arrays["mask"])} != {said["tokens"]}:
+        raise ValueError("an array has another size")
+    report = DataReport(**said["report"])
+    report = dataclasses.replace(report, bad_rows=tuple(report.bad_rows))
+    part = Part(**arrays, report=report)
+    examples = Examples((part,))
+    if (examples.fingerprint, _numbers(part)) != (said["hash"], said["numbers"]):
+        raise ValueError("the content is not what was written")
+    return examples
+
+
+def _numbers(part: Part) -> str:
+    """A hash of what the fingerprint of examples leaves out, the report included."""
+    digest = hashlib.blake2b(digest_size=16)
+    for array in (part.rows, part.targets):
+        for piece in flat.pieces(array):
+            digest.update(piece.data)
+    digest.update(json.dumps(dataclasses.asdict(part.report), sort_keys=True).encode())
+    return digest.hexdigest()
+
+
+def _not_kept(folder: Path) -> str:
+    return (
+        f"tokenised rows are not kept, since {folder} cannot be used; set data.cache to another "
+        "folder, or to false"
+    )
+
+
+def _note(said: str) -> None:
+    print(f"lora-tune: note: {said}", file=sys.stderr)
