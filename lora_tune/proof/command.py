@@ -25,7 +25,7 @@ from lora_tune.proof import adapter as adapters
 from lora_tune.proof import certificate, merged, reference, serving
 from lora_tune.proof.cut import cut_adapter, cut_base
 from lora_tune.proof.part import Part, Prover, Rows
-from lora_tune.proof.windows import Window, plan_windows
+from lora_tune.proof.windows import Window, measure, plan_windows
 from lora_tune.trained import Trained
 from lora_tune.training.state import unflatten
 
@@ -92,13 +92,14 @@ class _Proof:
     def _plan(self) -> tuple[list[Window | None], int]:
         """The windows, None for the whole base, and the bytes of the largest in float32."""
         run = self.run
+        family, folder = run.model.family, run.source.folder
+        carried = ignored_tensors(folder, family) if self._has_base() else ()
         whole = sum(nbytes(leaf.shape, np.dtype(np.float32)) for leaf in run.leaves)
+        whole += measure((), carried).outside
         if whole <= self.limit:
             return [None], whole
         try:
-            config = read_json(run.source.folder / "config.json")
-            family, folder = run.model.family, run.source.folder
-            carried = ignored_tensors(folder, family) if self._has_base() else ()
+            config = read_json(folder / "config.json")
             windows, largest = plan_windows(config, family, run.leaves, self.limit, carried)
         except InputError as error:
             raise InputError(f"{run.source.base_name}: {error}") from error

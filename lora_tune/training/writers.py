@@ -39,6 +39,9 @@ class Wandb:
       config: the resolved recipe as plain values.
       mode: `offline` writes files that `wandb sync` can send later; `online` sends at once, with
         the login that wandb itself finds.
+
+    Raises:
+      InputError: wandb does not start, as without a login or a connection.
     """
 
     def __init__(
@@ -48,18 +51,28 @@ class Wandb:
 
         folder = Path(run_dir).absolute()
         self._table = wandb.Table
-        self._run = wandb.init(
-            project=project,
-            name=folder.name,
-            id=_run_id(folder),
-            resume="allow" if mode == "online" else None,
-            dir=str(folder),
-            config=dict(config),
-            mode=mode,  # pyright: ignore[reportArgumentType]
-            settings=wandb.Settings(
-                silent=True, console="off", save_code=False, disable_git=True, x_disable_stats=True
-            ),
-        )
+        try:
+            self._run = wandb.init(
+                project=project,
+                name=folder.name,
+                id=_run_id(folder),
+                resume="allow" if mode == "online" else None,
+                dir=str(folder),
+                config=dict(config),
+                mode=mode,  # pyright: ignore[reportArgumentType]
+                settings=wandb.Settings(
+                    silent=True,
+                    console="off",
+                    save_code=False,
+                    disable_git=True,
+                    x_disable_stats=True,
+                ),
+            )
+        except wandb.Error as error:
+            raise InputError(
+                f"log.report_to: wandb does not start ({str(error).strip() or type(error).__name__}"
+                "); see `wandb login` and log.wandb_project, or set log.wandb_mode=offline"
+            ) from error
 
     def write(self, row: Row) -> None:
         """Logs one row under its step; two rows of one step are joined by wandb."""

@@ -205,6 +205,17 @@ def test_wandb_is_offline_and_keeps_its_id(tmp_path):
     assert all(f"-{ids[0]}" in path.name for path in runs)
 
 
+def test_wandb_that_does_not_start_is_a_sentence(tmp_path, monkeypatch):
+    import wandb
+
+    def refuse(**_):
+        raise wandb.errors.UsageError("No API key configured.")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    with pytest.raises(InputError, match=r"wandb does not start \(No API key.*wandb_mode=offline"):
+        Wandb(tmp_path, project="test", config={}, mode="online")
+
+
 def events_of(folder):
     """(tag, step) -> value, as TensorBoard reads files: later ones take back steps of earlier."""
     from tensorboardX.proto import event_pb2
