@@ -5,12 +5,11 @@ import html
 import json
 import re
 import shlex
-import shutil
-import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from browser import browse, in_browser
 
 from lora_tune import cli
 from lora_tune.hf.card import serve_command
@@ -280,42 +279,7 @@ def test_axes_have_round_numbers(low, high, wanted):
     ]
 
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
-QUIET = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--enable-logging=stderr",
-    "--v=0",
-    "--host-resolver-rules=MAP * ~NOTFOUND",
-)
-
-
-def browse(page: Path, folder: Path) -> tuple[str, list[str], set[str]]:
-    """What a browser makes of a page: document, console messages, and addresses it asked for."""
-    log = folder / "net.json"
-    log.unlink(missing_ok=True)
-    own = (f"--user-data-dir={folder / 'user'}", f"--log-net-log={log}")
-    command = [str(CHROMIUM), *QUIET, *own]
-    done = subprocess.run(
-        [*command, "--dump-dom", page.absolute().as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    said = [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
-    events = (event.get("params", {}) for event in json.loads(log.read_text())["events"])
-    # What the browser asks for on its own account is "not an origin".
-    asked = {p["url"] for p in events if p.get("initiator", "not an origin") != "not an origin"}
-    return done.stdout, said, asked
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="NOT CHECKED IN A BROWSER: no chromium is installed")
+@in_browser
 def test_a_browser_shows_it_without_an_error_or_a_request(page, tmp_path):
     document, said, asked = browse(page, tmp_path)
     assert document.count("<svg") == document.count("</svg>") == 6

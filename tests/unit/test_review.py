@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from browser import browse, in_browser
 
 from lora_tune import cli
 from lora_tune.data import batch
@@ -237,6 +238,18 @@ def test_the_page_marks_what_is_learned_and_takes_no_text_for_markup(data, tmp_p
     ]
     assert f"<|im_start|>user\n{evil}<|im_end|>\n<|im_start|>assistant\n" in found.text
     assert [path.name for path in tmp_path.glob("*html*")] == ["a.html"]
+
+
+@in_browser
+def test_a_browser_shows_the_page_without_an_error_or_a_request(data, tmp_path):
+    evil = "<script>console.error(1)</script><img src=http://example.com/x.png>"
+    page = tmp_path / "a.html"
+    status, _, _ = data([chat(evil, "ya"), *ROWS], "data.shuffle=false", f"html={page}")
+    assert status == 0
+    document, said, asked = browse(page, tmp_path)
+    assert "ya" in Page(document).marked[1]
+    assert evil in Page(document).text
+    assert (said, asked) == ([], set())
 
 
 def test_a_page_of_pieces():
