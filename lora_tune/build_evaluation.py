@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a recipe to its evaluation: figures of every held-out set and of every source in it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from lora_tune import build, sharding
+from lora_tune.build_answers import make_matching
 from lora_tune.build_data import Data
 from lora_tune.data.dataset import eval_batches
 from lora_tune.recipe import schema
@@ -28,7 +29,12 @@ def batch_rows(recipe: schema.Recipe, mesh: Mesh | None) -> int:
 
 
 def make_evaluation(
-    recipe: schema.Recipe, split: SplitModel, data: Data, mesh: Mesh | None
+    recipe: schema.Recipe,
+    split: SplitModel,
+    data: Data,
+    mesh: Mesh | None,
+    *,
+    stop_ids: Sequence[int] = (),
 ) -> Callable[[Weights, Weights], dict[str, float]] | None:
     """Makes `evaluate(trainable, frozen)` over all held-out examples; None if there are none.
 
@@ -37,16 +43,19 @@ def make_evaluation(
     `eval_accuracy`, the share of examples whose every trained token is the most likely one: those
     that greedy decoding answers word for word. All sets together have these; each set that has a
     name has `eval_NAME_loss` and so on, and each source of a set with several `eval_loss/SOURCE` or
-    `eval_NAME_loss/SOURCE`.
+    `eval_NAME_loss/SOURCE`. With `eval.num_exact_match` there are `eval_exact_match` and
+    `eval_NAME_exact_match`, of answers that end with one of `stop_ids`.
     """
     held_out = data.held_out
     if held_out is None:
         return None
     step = jax.jit(make_eval_step(split, mesh=mesh, sources=len(held_out.counts)))
     place = build.make_place(mesh, 1)
+    size = batch_rows(recipe, mesh)
+    match = make_matching(recipe.eval, split, data, rows=size, stop_ids=stop_ids)
     options = {
         "max_length": recipe.data.max_length,
-        "batch_size": batch_rows(recipe, mesh),
+        "batch_size": size,
         "packing": recipe.data.packing,
     }
 
@@ -56,7 +65,8 @@ def make_evaluation(
             rows = {name: array[0] for name, array in place(batch).items()}
             for name, value in jax.device_get(step(trainable, frozen, rows)).items():
                 total[name] = total.get(name, 0.0) + value.astype(np.float64)
-        return dict(_figures(total, data.eval_sets, held_out.names))
+        figures = dict(_figures(total, data.eval_sets, held_out.names))
+        return figures | match({**frozen, **trainable})
 
     return evaluate
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from lora_tune import build, build_data
+from lora_tune import build, build_answers, build_data
 from lora_tune.errors import said_of
 from lora_tune.models.decoder import Decoder
 from lora_tune.plan.model_flops import flops_per_token
@@ -46,6 +46,7 @@ class Inputs:
         build.check_size(recipe, abstract, mesh)
         tokenizer = build_data.make_tokenizer(recipe, source, abstract.config.vocab_size)
         data = build_data.make_data(recipe, tokenizer, build.local_rows(recipe, mesh))
+        build_answers.matched_questions(recipe.eval, data)  # fails before weights are read
         inputs = cls(recipe, source, mesh, tokenizer, data)
         build.optimizer_of(recipe, inputs.total_steps)  # fails before weights are read
         return inputs

@@ -3,26 +3,28 @@
 
 import contextlib
 import dataclasses
-import functools
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
-from lora_tune import __version__, build, build_evaluation, distributed, lockfile, run_lock
+from lora_tune import (
+    __version__,
+    build,
+    build_answers,
+    build_evaluation,
+    distributed,
+    lockfile,
+    run_lock,
+)
 from lora_tune import recipe as recipes
 from lora_tune.checkpoint.files import Restored
 from lora_tune.checkpoint.folder import Checkpoints, read_one, read_trained, steps_in
 from lora_tune.data import messages
 from lora_tune.errors import InputError
 from lora_tune.export import write
-from lora_tune.generation import engine
 from lora_tune.generation.prompts import stop_ids_of
-from lora_tune.generation.sampling import Sampling
-from lora_tune.generation.text import decode as decode_text
 from lora_tune.hf.adapters import SCALE, A, B
 from lora_tune.hf.files import weights_size
 from lora_tune.hf.folder import (
@@ -171,36 +173,58 @@ class _Run:
             if changed is not None:
                 metrics.note(changed)
             self._introduce(metrics, start)
-            outcome = loop.run(
-                **self.training.fixed,
-                state=(trainable, opt_state, frozen),
-                checkpoints=checkpoints,
-                metrics=metrics,
-                total_steps=self.total_steps,
-                start_step=start,
-                counts=None if restored is None else restored.meta.counts,
-                eval_fn=build_evaluation.make_evaluation(recipe, self.split, self.data, self.mesh),
-                eval_every=recipe.eval.every,
-                criterion=_criterion(recipe.train),
-                best=_best_of(restored),
-                sample_fn=self._sampler(),
-                sample_every=recipe.eval.samples_every,
-                adapter_norms=self.adapter_norms,
-            )
-            adapter = merged = None
-            if outcome.interrupted is None:
-                step, trained = self._chosen(outcome)
-                end.said = _told(outcome, step, recipe.train.metric_for_best_model)
-                if end.said:
-                    metrics.note(end.said)
-                weights = self._on_host(trained)
-                with distributed.together("write what was trained"):
-                    if distributed.is_first():
-                        adapter, merged = self._export(weights, metrics, self._card(step))
+            outcome = self._train(checkpoints, metrics, (trainable, opt_state, frozen), restored)
+            adapter, merged = self._finish(outcome, metrics, end)
             end.interrupted, end.step = outcome.interrupted, outcome.step
         return Result(
             self.run_dir, outcome.step, metrics.rows(), adapter, merged, outcome.interrupted
         )
+
+    def _train(
+        self,
+        checkpoints: Checkpoints,
+        metrics: MetricsLog,
+        state: loop.State,
+        restored: Restored | None,
+    ) -> loop.Outcome:
+        recipe = self.recipe
+        stop_ids = stop_ids_of(self.origin.folder, self.tokenizer, chat=True)
+        return loop.run(
+            **self.training.fixed,
+            state=state,
+            checkpoints=checkpoints,
+            metrics=metrics,
+            total_steps=self.total_steps,
+            start_step=0 if restored is None else restored.meta.step,
+            counts=None if restored is None else restored.meta.counts,
+            eval_fn=build_evaluation.make_evaluation(
+                recipe, self.split, self.data, self.mesh, stop_ids=stop_ids
+            ),
+            eval_every=recipe.eval.every,
+            criterion=_criterion(recipe.train),
+            best=_best_of(restored),
+            sample_fn=build_answers.make_sampler(
+                recipe.eval, self.split, self.data, self.tokenizer, stop_ids=stop_ids
+            ),
+            sample_every=recipe.eval.samples_every,
+            adapter_norms=self.adapter_norms,
+        )
+
+    def _finish(
+        self, outcome: loop.Outcome, metrics: MetricsLog, end: End
+    ) -> tuple[Path | None, Path | None]:
+        """Exports what a run that is at its end has trained; returns the folders."""
+        if outcome.interrupted is not None:
+            return None, None
+        step, trained = self._chosen(outcome)
+        end.said = _told(outcome, step, self.recipe.train.metric_for_best_model)
+        if end.said:
+            metrics.note(end.said)
+        weights, adapter, merged = self._on_host(trained), None, None
+        with distributed.together("write what was trained"):
+            if distributed.is_first():
+                adapter, merged = self._export(weights, metrics, self._card(step))
+        return adapter, merged
 
     def _describe(self, start: int) -> None:
         """Writes what the run is, once it is known that the folder is this run's to write."""
@@ -289,39 +313,6 @@ class _Run:
         pieces = messages.preview(self.data.first, self.tokenizer)
         return " ".join("".join(f"«{t}»" if trained else t for t, trained in pieces).split())[:600]
 
-    def _sampler(self) -> loop.SampleFn | None:
-        """Answers the first held-out prompts: each with its answer and what was expected."""
-        held_out, section = self.data.held_out, self.recipe.eval
-        if held_out is None or section.num_samples == 0:
-            return None
-        decode = functools.partial(decode_text, self.tokenizer)
-        # Texts, and pieces of a conversation that begin within an answer, ask nothing.
-        asking = (held_out[i] for i in range(len(held_out)) if not held_out[i].mask[0])
-        pairs = [_question(example) for example in itertools.islice(asking, section.num_samples)]
-        if not pairs:
-            return None
-        prompts = [prompt for prompt, _ in pairs]
-        options = {
-            "max_new_tokens": section.max_new_tokens,
-            "stop_ids": stop_ids_of(self.origin.folder, self.tokenizer, chat=True),
-            "sampling": Sampling(),
-            "once": True,
-        }
-
-        def sample(trainable: Weights, frozen: Weights) -> list[dict[str, str]]:
-            weights = {**frozen, **trainable}
-            answers = engine.complete(self.split.graphdef, weights, prompts, **options)
-            return [
-                {
-                    "prompt": decode(prompt).strip(),
-                    "answer": decode(answer).strip(),
-                    "expected": decode(expected).strip(),
-                }
-                for (prompt, expected), answer in zip(pairs, answers, strict=True)
-            ]
-
-        return sample
-
     def _chosen(self, outcome: loop.Outcome) -> tuple[int, Weights]:
         """What is to be exported, and its step: the best checkpoint, or the last state."""
         metric = self.recipe.train.exported_by()
@@ -401,14 +392,6 @@ def checkpoint_of(resume: str) -> Path:
         f"train.resume: expected auto, never, a run folder with checkpoints, or one checkpoint "
         f"(RUN/checkpoints/STEP), got {resume!r}, which is none of these"
     )
-
-
-def _question(example: Any) -> tuple[list[int], list[int]]:
-    """The tokens before the first trained span of an example, and that span."""
-    first = int(np.argmax(example.mask))
-    after = np.flatnonzero(~example.mask[first:])
-    last = len(example.mask) if not after.size else first + int(after[0])
-    return example.tokens[:first].tolist(), example.tokens[first:last].tolist()
 
 
 def _write_table(table: Sequence[AdapterRow], path: Path) -> None:

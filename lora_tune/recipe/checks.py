@@ -52,6 +52,7 @@ _LIMITS: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
             "save.every",
             "train.early_stopping_threshold",
             "eval.every",
+            "eval.num_exact_match",
             "eval.num_samples",
             "eval.samples_every",
         ),
@@ -270,7 +271,7 @@ def _batches(recipe: Recipe) -> Iterator[str]:
 def _reports(recipe: Recipe) -> Iterator[str]:
     held_out = recipe.data.all_eval_sets()
     if not held_out:
-        for key in ("every", "batch_size", "num_samples"):
+        for key in ("every", "batch_size", "num_exact_match", "num_samples"):
             if getattr(recipe.eval, key):
                 yield f"eval.{key} needs held-out rows; set data.eval_path"
     if recipe.eval.samples_every and not recipe.eval.num_samples:

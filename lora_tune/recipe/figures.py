@@ -6,6 +6,9 @@ from lora_tune.recipe.schema import Recipe
 MEANS = ("loss", "token_accuracy", "accuracy")
 """Figures of every evaluation: means over trained tokens, and the share of examples all right."""
 
+EXACT_MATCH = "exact_match"
+"""The share of answers that are as expected, with `eval.num_exact_match`."""
+
 
 def figure(kind: str, eval_set: str = "") -> str:
     """Return `eval_KIND`, or `eval_NAME_KIND` of a set with a name."""
@@ -15,4 +18,5 @@ def figure(kind: str, eval_set: str = "") -> str:
 def figures(recipe: Recipe) -> list[str]:
     """Return the figures that an evaluation of a recipe has, those of all sets together first."""
     names = ["", *(each.name for each in recipe.data.all_eval_sets() if each.name)]
-    return [figure(kind, name) for name in names for kind in MEANS]
+    kinds = [*MEANS, *([EXACT_MATCH] if recipe.eval.num_exact_match else [])]
+    return [figure(kind, name) for name in names for kind in kinds]

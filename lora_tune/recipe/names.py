@@ -156,6 +156,8 @@ _FOREIGN: Mapping[str, str] = {
     "eval_interval": "eval.every",
     "eval_steps": "eval.every",
     "steps_per_eval": "eval.every",
+    "predict_with_generate": "eval.num_exact_match",
+    "eval_sample_generation": "eval.num_samples",
     "per_device_eval_batch_size": "eval.batch_size",
 }
 
@@ -182,6 +184,7 @@ _MEANINGS: Mapping[str, str] = {
     "data.columns": "our column name to the file's, as in {messages: talk}",
     "data.assistant_only_loss": "true learns only what the assistant says",
     "lora.target_modules": "a list of module names, a regular expression or `all-linear`",
+    "eval.num_exact_match": "how many held-out prompts of every set to answer",
     "log.report_to": "none, wandb, tensorboard or a list of these",
     "model.remat": "full, dots, save_attention, none or offload",
     "train.batch_size": "sequences an optimizer step, over all devices and accumulation steps",

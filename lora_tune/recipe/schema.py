@@ -342,6 +342,9 @@ class Eval:
     """Steps between evaluations in between; 0 means none."""
     batch_size: int | None = None
     """Sequences an evaluation batch; null takes that of one accumulation step."""
+    num_exact_match: int = 0
+    """Held-out prompts of every set answered greedily at each evaluation, for `eval_exact_match`,
+    the share answered as expected, token for token; 0 for none."""
     num_samples: int = 0
     """Held-out prompts answered before and after training, greedily; printed and logged."""
     samples_every: int = 0

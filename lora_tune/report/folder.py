@@ -35,7 +35,11 @@ _SHAPES: Mapping[str, Any] = {
     "lock.json": {"model": {"base": str}, "packages": {}},
     "metrics.jsonl": {
         **dict.fromkeys(
-            ("loss", "eval_loss", "eval_accuracy", "tokens_per_second", "total_tokens"), _NUMBER
+            (
+                *("loss", "eval_loss", "eval_accuracy", "eval_exact_match"),
+                *("tokens_per_second", "total_tokens"),
+            ),
+            _NUMBER,
         ),
         "samples": [{"prompt": str, "answer": str}],
     },

@@ -60,6 +60,7 @@ _CURVES = (
     ("eval_loss", "Evaluation loss"),
     ("eval_accuracy", "Evaluation: answers right"),
     ("eval_token_accuracy", "Evaluation: tokens right"),
+    ("eval_exact_match", "Evaluation: exact answers"),
     ("learning_rate", "Learning rate"),
     ("grad_norm", "Gradient norm"),
     ("tokens_per_second", "Tokens per second"),
@@ -151,6 +152,7 @@ def _tiles(run: RunFolder) -> str:
     tiles += _change(run.rows, "loss", "training loss")
     tiles += _change(run.rows, "eval_loss", "evaluation loss")
     tiles += _change(run.rows, "eval_accuracy", "answers right", percent=True)
+    tiles += _change(run.rows, "eval_exact_match", "exact answers", percent=True)
     if steps:
         tiles.append(("tokens", f"{steps[-1].get('total_tokens', 0):,}"))
         tiles.append(("tokens per second, last", number(steps[-1]["tokens_per_second"])))

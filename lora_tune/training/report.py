@@ -74,6 +74,8 @@ def describe(row: Mapping[str, Any], *, total_steps: int) -> str:
         words.append(f"eval loss {row['eval_loss']:.4f}{_parts(row, 'eval_loss')}")
         accuracy = row.get("eval_accuracy")
         words += [] if accuracy is None else [f"eval accuracy {100 * accuracy:.2f} %"]
+        exact = row.get("eval_exact_match")
+        words += [] if exact is None else [f"exact match {100 * exact:.2f} %"]
         return "  ".join(words)
     words += [
         f"loss {row['loss']:.4f}{_parts(row, 'loss')}",

@@ -33,6 +33,7 @@ LEVELS = {
     "lora_tune.report": 7.6,
     "lora_tune.prepare": 7.5,
     "lora_tune.build_evaluation": 7.2,
+    "lora_tune.build_answers": 7.1,
     "lora_tune.build": 7,
     "lora_tune.build_data": 6.5,
     "lora_tune.recipe": 6,

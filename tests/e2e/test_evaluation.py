@@ -14,9 +14,10 @@ import pytest
 from flax import nnx
 from small_run import write_chats, write_model, write_recipe
 
-from lora_tune import build, build_data, build_evaluation, cli
+from lora_tune import build, build_answers, build_data, build_evaluation, cli
 from lora_tune import recipe as recipes
 from lora_tune.api import load_run
+from lora_tune.generation.prompts import stop_ids_of
 from lora_tune.training.metrics import read_rows
 from lora_tune.training.state import split_model
 
@@ -119,7 +120,8 @@ def evaluated(recipe: Path, *overrides: str) -> dict[str, float]:
     model = build.make_model(loaded, source, mesh)
     tokenizer = build_data.make_tokenizer(loaded, source, model.config.vocab_size)
     data, split = build_data.make_data(loaded, tokenizer), split_model(model)
-    evaluate = build_evaluation.make_evaluation(loaded, split, data, mesh)
+    stop_ids = stop_ids_of(source.folder, tokenizer, chat=True)
+    evaluate = build_evaluation.make_evaluation(loaded, split, data, mesh, stop_ids=stop_ids)
     assert evaluate is not None
     return evaluate(split.trainable, split.frozen)
 
@@ -191,6 +193,63 @@ def test_one_set_alone_has_no_other_figures(recipe: Path) -> None:
     found = evaluated(recipe, "data.eval_sets=[]", f"data.eval_path={path}")
     kinds = ("loss", "token_accuracy", "accuracy", "examples")
     assert set(found) == {f"eval_{kind}" for kind in kinds}
+
+
+def written(model: Any, prompt: list[int], stop_id: int, most: int = 12) -> list[int]:
+    """Greedy decoding without a cache, one whole forward pass a token."""
+    answer: list[int] = []
+    while len(answer) < most:
+        tokens = np.zeros((1, 64), np.int32)
+        tokens[0, : len(prompt) + len(answer)] = prompt + answer
+        logits = forward(model, jnp.asarray(tokens))[0, len(prompt) + len(answer) - 1]
+        answer.append(int(jnp.argmax(logits)))
+        if answer[-1] == stop_id:
+            break
+    return answer
+
+
+def test_exact_matches_are_those_of_greedy_decoding(recipe: Path, run_folder: Path) -> None:
+    """Up to the token that ends the turn, over the first questions of each set."""
+    model, tokenizer = load_run(run_folder)
+    loaded = recipes.load(str(recipe), ["output_dir=unused"])
+    data = build_data.make_data(loaded, tokenizer)
+    assert data.held_out is not None
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    right: dict[str, list[bool]] = {"near": [], "far": []}
+    for i in range(len(data.held_out)):
+        example = data.held_out[i]
+        tokens, first = example.tokens.tolist(), int(np.argmax(example.mask))
+        expected = tokens[first : tokens.index(end, first) + 1]
+        right["near" if i < 5 else "far"].append(written(model, tokens[:first], end) == expected)
+    assert 0 < np.mean(right["near"] + right["far"]) < 1
+    words = [*trained(run_folder), "eval.num_exact_match={}"]
+    for most, rows in ((3, 2), (99, 3), (99, 8)):
+        asked = [word.format(most) for word in words]
+        found = evaluated(recipe, *asked, f"eval.batch_size={rows}")
+        parts = {name: answers[:most] for name, answers in right.items()}
+        parts[""] = parts["near"] + parts["far"]
+        for name, answers in parts.items():
+            assert found[f"eval_{name}_exact_match".replace("__", "_")] == np.mean(answers)
+
+
+def test_an_answer_is_wrong_that_does_not_end_where_it_should() -> None:
+    columns = [[5, 5, 5, 5, 7], [6, 6, 6, 8, -1], [-1, 6, -1, 9, -1], [-1, -1, -1, 9, -1]]
+    wanted = [[5, 6, -1], [5, 6, -1], [5, 6], [5, 8], [5, 6, -1]]
+    steps = iter(np.array(columns))
+    assert build_answers._right(steps, wanted) == [True, False, True, True, False]
+    assert len(list(steps)) == 1, "no more steps than the longest wanted"
+    steps = iter(np.array([[1], [2]]))
+    assert build_answers._right(steps, [[5, 6]]) == [False]
+    assert len(list(steps)) == 1, "given up"
+    assert build_answers._wanted([4, 5, 9, 3], [8, 9]) == [4, 5, -1]
+
+
+def test_sets_without_a_question_are_refused(recipe: Path, tmp_path: Path) -> None:
+    path = tmp_path / "texts.jsonl"
+    path.write_text('{"text": "no question in here"}\n')
+    words = [f"recipe={recipe}", f"output_dir={tmp_path / 'run'}", "eval.num_exact_match=2"]
+    assert cli.main([*words, "data.eval_sets=[]", f"data.eval_path={path}"]) == 2
+    assert not (tmp_path / "run").exists()
 
 
 def test_what_is_exported_is_the_best_checkpoint(

@@ -144,7 +144,7 @@ def test_without_a_terminal_each_row_is_a_plain_line(tmp_path):
     terminal = Terminal(total_steps=40, stream=stream)
     log = MetricsLog(tmp_path, resume_step=None, writers=[terminal])
     log.write(TRAIN | {"compile_seconds": 3.25})
-    log.write({"step": 10, "eval_loss": 0.75, "eval_accuracy": 0.5})
+    log.write({"step": 10, "eval_loss": 0.75, "eval_accuracy": 0.5, "eval_exact_match": 0.25})
     for step in (0, 10, 40):
         log.write({"step": step, "samples": SAMPLES})
     log.note("saved [here]")
@@ -154,7 +154,7 @@ def test_without_a_terminal_each_row_is_a_plain_line(tmp_path):
         "step 10/40  loss 1.2500  grad norm 0.5  learning rate 0.0001  1,234 tokens/s  "
         "ETA 0:01:00  (compiled in 3.2 s)"
     )
-    assert evaluation == "step 10/40  eval loss 0.7500  eval accuracy 50.00 %"
+    assert evaluation == "step 10/40  eval loss 0.7500  eval accuracy 50.00 %  exact match 25.00 %"
     said = [
         " | a question | answer: 'it\\nis' | expected: 'x'",
         " | b | answer: '' | expected: 'y'",

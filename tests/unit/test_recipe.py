@@ -272,6 +272,12 @@ def test_wrong_types(smallest: str, override: str, said: str) -> None:
             "and data.eval_path",
         ),
         (["eval.max_new_tokens=0"], "eval.max_new_tokens must be at least 1, got 0"),
+        (["eval.num_exact_match=2"], "eval.num_exact_match needs held-out rows; set data.eval"),
+        (["eval.num_exact_match=-1"], "eval.num_exact_match must be at least 0, got -1"),
+        (
+            ["data.eval_path=a", "train.metric_for_best_model=eval_exact_match"],
+            "must be a figure of evaluations (eval_loss, eval_token_accuracy, eval_accuracy)",
+        ),
         (["eval.num_samples=2"], "eval.num_samples needs held-out rows; set data.eval_path"),
         (
             ["data.eval_path=x", "eval.batch_size=3", "mesh.data=2"],
