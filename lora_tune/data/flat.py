@@ -12,6 +12,8 @@ from typing import BinaryIO, cast
 
 import numpy as np
 
+from lora_tune.errors import InputError
+
 SMALL = 64 << 20
 """Bytes up to which a file is read rather than mapped."""
 _PIECE = 16 << 20
@@ -27,13 +29,26 @@ class Growing:
     """
 
     def __init__(self, types: Mapping[str, type], folder: Path | None = None) -> None:
-        self._types = types
+        self._types, self._folder = types, folder
         self._files = {name: _create(folder, name) for name in types}
 
     def add(self, arrays: Mapping[str, bytes]) -> None:
-        """Appends the bytes of each array."""
-        for name, content in arrays.items():
-            self._files[name].write(content)
+        """Appends the bytes of each array.
+
+        Raises:
+          OSError: the disk of `folder` does not take them.
+          InputError: that of the files without a name does not.
+        """
+        try:
+            for name, content in arrays.items():
+                self._files[name].write(content)
+        except OSError as error:
+            if self._folder is not None:
+                raise
+            raise InputError(
+                f"tokenised rows cannot be written to {tempfile.gettempdir()} ({error.strerror}): "
+                "make room there, or set TMPDIR to another folder"
+            ) from error
 
     def finish(self) -> dict[str, np.ndarray]:
         """The arrays, which nothing can be added to any more."""

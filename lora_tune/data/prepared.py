@@ -105,10 +105,7 @@ def examples(
     assert opened.files is not None
     before = _states(opened.files)
     key = key_of(opened.files, source, tok, options)
-    kept = store.load(key)
-    if kept is not None:
-        return kept
-    return store.make(key, make, unchanged=lambda: _states(opened.files) == before)
+    return store.get(key, make, unchanged=lambda: _states(opened.files) == before)
 
 
 def _is_worth(opened: sources.Opened, source: Source, means: Means) -> bool:

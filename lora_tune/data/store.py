@@ -3,7 +3,8 @@
 
 An entry is a folder, named by the key of all that it follows from: the arrays of a `Part` as
 `NAME.bin` and `entry.json`, which has the report and a hash of the arrays. It is written beside and
-renamed, so that it is whole or not there, whoever else writes the same. All of it is hashed again
+renamed, so that it is whole or not there, whoever else writes the same; a lock only saves them the
+work. All of it is hashed again
 whenever it is read; one that is damaged is removed. Those not used for longest make room for new
 ones. Nothing in it is code or becomes code.
 """
@@ -17,8 +18,10 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import filelock
 
 from lora_tune.data import flat
 from lora_tune.data.examples import ARRAYS, DataReport, Examples, Part
@@ -54,13 +57,46 @@ class Store:
             _note(f"tokenised rows in {entry} cannot be read ({error}) and are made anew")
         return None
 
-    def make(
+    def get(
         self, key: str, make: Callable[[Path | None], Examples], *, unchanged: Callable[[], bool]
     ) -> Examples:
-        """What `make` makes in the folder that it is given, kept if its data is still `unchanged`.
+        """What is kept under a key, or else what `make` makes in the folder that it is given.
 
-        Where the folder cannot be used it is called with None.
+        That is kept if its data is still `unchanged` then. Where the folder of the store cannot be
+        used, `make` is called with None. Of several runs that want the same at once, also on other
+        hosts that share the folder, one makes it.
         """
+        found = self.load(key)
+        if found is not None:
+            return found
+        with self._alone(key):
+            found = self.load(key)
+            return self._made(key, make, unchanged) if found is None else found
+
+    @contextlib.contextmanager
+    def _alone(self, key: str) -> Iterator[None]:
+        """Waits while another run makes the same."""
+        lock = filelock.FileLock(self.folder / f"{key[:16]}.lock")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            try:
+                lock.acquire(timeout=0)
+            except filelock.Timeout:
+                _note("waiting for another run that tokenises the same rows")
+                lock.acquire(poll_interval=0.2)
+        except (OSError, NotImplementedError):  # no locks there: then each makes its own
+            yield
+            return
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(lock.lock_file)
+            lock.release()
+
+    def _made(
+        self, key: str, make: Callable[[Path | None], Examples], unchanged: Callable[[], bool]
+    ) -> Examples:
         partial = self._begin(key)
         if partial is None:
             return make(None)

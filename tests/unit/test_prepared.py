@@ -2,6 +2,7 @@
 """Examples by workers, from files and from what was kept equal those of a plain loop."""
 
 import dataclasses
+import io
 import itertools
 import json
 import os
@@ -21,7 +22,7 @@ from chat_tokenizers import CHATML_TEMPLATE, qwen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lora_tune.data import flat, prepared, sources, workers
+from lora_tune.data import flat, prepared, sources, store, workers
 from lora_tune.data.encode import encode_rows
 from lora_tune.data.messages import Encoder
 from lora_tune.data.prepared import Means, Source
@@ -411,6 +412,16 @@ def test_a_full_disk_keeps_nothing_and_ends_nothing(path, tmp_path, capsys, monk
     assert not list((tmp_path / "kept").iterdir())
 
 
+def test_no_room_for_what_is_not_kept_is_one_sentence(path, monkeypatch):
+    class Full(io.BytesIO):
+        def write(self, content):
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(flat.tempfile, "TemporaryFile", Full)
+    with pytest.raises(InputError, match=r"No space left on device.*TMPDIR"):
+        made(path)
+
+
 def test_a_file_that_changes_meanwhile_is_not_kept(tmp_path, monkeypatch, counted):
     path = written(tmp_path / "a.jsonl", map(chat, range(30)))
     encode = prepared.encode_rows
@@ -432,7 +443,7 @@ def test_rows_that_are_refused_leave_nothing(tmp_path):
     assert not list((tmp_path / "kept").iterdir())
 
 
-def test_two_runs_at_once_agree(path, tmp_path):
+def test_of_several_runs_at_once_one_makes_what_all_read(path, tmp_path, counted):
     found, barrier = [], threading.Barrier(4)
 
     def run():
@@ -446,7 +457,16 @@ def test_two_runs_at_once_agree(path, tmp_path):
         thread.join()
     for examples in found:
         assert_same(examples, plain(path))
+    assert len(counted) == 1
     assert len(list((tmp_path / "kept").iterdir())) == 1
+
+
+def test_without_locks_several_runs_at_once_agree(path, tmp_path, monkeypatch):
+    def none(*_, **__):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(store.filelock.FileLock, "acquire", none)
+    test_of_several_runs_at_once_one_makes_what_all_read(path, tmp_path, counted=[1])
 
 
 def test_old_entries_make_room(path, tmp_path, monkeypatch):
