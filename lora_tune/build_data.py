@@ -2,6 +2,7 @@
 """From a recipe to tokens: tokenizer, examples of every source, batches; without a model."""
 
 import dataclasses
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -131,7 +132,7 @@ def _examples(section: schema.Data, tokenizer: Any, source: schema.Source) -> Ex
 def _store(cache: bool | str) -> Store | None:
     if cache is False:
         return None
-    folder = machine.user_cache() / "data" if cache is True else Path(cache).expanduser()
+    folder = machine.user_cache() / "data" if cache is True else Path(os.path.expanduser(cache))
     return Store(folder)
 
 

@@ -43,7 +43,7 @@ class Store:
         """The examples under a key, or None."""
         entry = self.folder / key
         try:
-            if not entry.is_dir():
+            if not os.path.isdir(entry):
                 return None
             found = _read(entry)
             with contextlib.suppress(OSError):  # a folder that is shared need not be one's own

@@ -17,6 +17,7 @@ from lora_tune.secrets import held_in
 REPORTERS = ("none", "wandb", "tensorboard")
 """What `log.report_to` may name."""
 
+_MEANT_AS_SWITCH = ("auto", "default", "false", "no", "none", "null", "off", "on", "true", "yes")
 _LIMITS: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
     (
         "at least 1",
@@ -198,6 +199,8 @@ def _twice(place: str, names: list[str]) -> Iterator[str]:
 
 def _data(data: Data) -> Iterator[str]:
     yield from _eval_sets(data)
+    if isinstance(data.cache, str) and data.cache.lower() in _MEANT_AS_SWITCH:
+        yield f"data.cache is {data.cache!r}, a folder by that name; write true or false"
     if not data.assistant_only_loss:
         for key in ("mask_history", "reasoning"):
             if getattr(data, key):

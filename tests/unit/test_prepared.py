@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from hypothesis import strategies as st
 
 from lora_tune.data import flat, prepared, sources, store, workers
 from lora_tune.data.encode import encode_rows
-from lora_tune.data.messages import Encoder
+from lora_tune.data.messages import Encoded, Encoder, Example
 from lora_tune.data.prepared import Means, Source
 from lora_tune.data.store import Store
 from lora_tune.errors import InputError
@@ -138,6 +139,23 @@ def test_where_pieces_end_changes_nothing(tmp_path_factory, lengths, most, rows)
         patch.setattr("lora_tune.data.encode._TOKENS", most)
         patch.setattr("lora_tune.data.encode._ROWS", rows)
         assert_same(made(str(path)), plain(str(path)))
+
+
+def test_memory_holds_a_few_pieces_whatever_the_length(tmp_path, mapped):
+    path = written(tmp_path / "a.jsonl", ({"text": str(i)} for i in range(4000)))
+    tokens = np.arange(2000, dtype=np.int32)
+    example = Example(tokens, tokens > 0)
+
+    def encoder(fields, *, where):
+        own = Example(example.tokens.copy(), example.mask.copy())
+        return Encoded((own,), (), 0, 1999, 0, 0)
+
+    tracemalloc.start()
+    examples = encode_rows(sources.read(path), encoder)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert examples.report.tokens == 8_000_000  # 40 MB of tokens and masks
+    assert peak < 15e6
 
 
 # Processes.

@@ -28,6 +28,18 @@ def test_a_long_transfer_is_a_few_plain_lines(monkeypatch):
     ]
 
 
+def test_a_smaller_one_is_shown_in_mb_where_that_is_asked_for(monkeypatch):
+    times, stream = iter([0.0, 40.0, 80.0]), io.StringIO()
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(times))
+    with progress.shown_as("tokenising", stream=stream, least=10**8) as tell:
+        tell(10**8, 2 * 10**8)
+        tell(2 * 10**8, 2 * 10**8)
+    assert stream.getvalue().splitlines() == [
+        "tokenising: 100 of 200 MB, 2 MB/s, ETA 0:00:40",
+        "tokenising: 200 of 200 MB, 2 MB/s, done in 0:01:20",
+    ]
+
+
 @pytest.mark.parametrize("stream", [io.StringIO, Screen])
 def test_a_small_one_is_silent(monkeypatch, stream):
     assert shown(10**9 - 1, [0.0, 40.0, 80.0], monkeypatch, stream()) == ""

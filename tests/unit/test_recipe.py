@@ -315,6 +315,9 @@ def test_wrong_types(smallest: str, override: str, said: str) -> None:
         (["log.wandb_mode=online"], "no effect without log.report_to: wandb"),
         (["log.report_to=tensorbord"], "got 'tensorbord'; did you mean tensorboard?"),
         (["log.report_to=[wandb, all]"], "must be none or wandb or tensorboard, or a list"),
+        (["data.cache=none"], "data.cache is 'none', a folder by that name; write true or false"),
+        (["data.cache=3"], "data.cache must be true or false or text, got 3"),
+        (["data.num_proc=0"], "data.num_proc must be at least 1, got 0"),
         (["log.report_to=[none, wandb]"], "has none beside others; remove it"),
         (["log.report_to=[wandb, wandb]"], "names the same place twice"),
         (
