@@ -202,8 +202,7 @@ def batch_shapes(recipe: Recipe, mesh: Any) -> dict[str, jax.ShapeDtypeStruct]:
     parts = recipe.train.gradient_accumulation_steps
     shape = (parts, recipe.train.batch_size // parts, recipe.data.max_length)
     ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=build.rows_sharding(mesh))
-    names = ["tokens", "targets", "weights", "segment_ids", "positions"]
-    names += ["sources"] if len(recipe.data.all_sources()) > 1 else []
+    names = ("tokens", "targets", "weights", "segment_ids", "positions")
     return {n: ids.update(dtype=jnp.float32) if n == "weights" else ids for n in names}
 
 

@@ -182,9 +182,18 @@ def _eval_sets(data: Data) -> Iterator[str]:
             )
         if each.max_samples is not None and each.max_samples < 1:
             yield f"{place}.max_samples must be at least 1, got {each.max_samples}"
-        yield from _twice(f"{place}.path", [source.called() for source in each.sources()])
-        if not each.path:
-            yield f"{place}.path is empty; name a file, or remove the set"
+        yield from _paths(f"{place}.path", each.path)
+    if data.eval_path is not None:
+        yield from _paths("data.eval_path", data.eval_path)
+
+
+def _paths(place: str, path: str | list[str]) -> Iterator[str]:
+    """Say what is wrong with a list of held-out paths, each of which has figures of its own."""
+    if not path:
+        yield f"{place} is an empty list; name a file, or remove it"
+    twice = {each for each in path if path.count(each) > 1} if isinstance(path, list) else ()
+    for each in sorted(twice):
+        yield f"{place} names {each!r} twice; name it once"
 
 
 def _twice(place: str, names: list[str]) -> Iterator[str]:

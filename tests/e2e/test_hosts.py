@@ -21,9 +21,14 @@ ROOT = Path(__file__).parents[2]
 STEPS = 6
 SECTIONS: Mapping[str, Any] = {
     "mesh": {"fsdp": 4, "expert": 2},
-    "train": {"max_steps": STEPS, "batch_size": 16, "gradient_accumulation_steps": 2},
+    "train": {
+        "max_steps": STEPS,
+        "batch_size": 16,
+        "gradient_accumulation_steps": 2,
+        "load_best_model_at_end": True,
+    },
     "save": {"every": 2, "keep": 2},  # so that old ones are looked at and removed
-    "eval": {"every": 3, "num_samples": 1, "max_new_tokens": 4},
+    "eval": {"every": 3, "num_exact_match": 2, "num_samples": 1, "max_new_tokens": 4},
 }
 pytestmark = pytest.mark.slow
 
@@ -32,8 +37,10 @@ pytestmark = pytest.mark.slow
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hosts")
     model, chats = write_model(folder / "model"), write_chats(folder / "chats.jsonl", 60)
-    held_out = write_chats(folder / "held_out.jsonl", 5, first=100)
-    sections = {**SECTIONS, "data": {"eval_path": str(held_out)}}
+    held_out = [
+        str(write_chats(folder / f"held_out_{first}.jsonl", 5, first=first)) for first in (100, 200)
+    ]
+    sections = {**SECTIONS, "data": {"eval_path": held_out}}
     return write_recipe(folder / "recipe.yaml", model=model, chats=chats, **sections)
 
 

@@ -258,8 +258,10 @@ def test_wrong_types(smallest: str, override: str, said: str) -> None:
         (["data.eval_sets=[{name: a/b, path: b}]"], "must be letters, digits, _, . and -"),
         (["data.eval_sets=[{name: '', path: b}]"], "data.eval_sets[0].name is an empty text"),
         (["data.eval_sets=[{name: x_token, path: b}]"], "must not end in token"),
-        (["data.eval_sets=[{name: x, path: []}]"], "data.eval_sets[0].path is empty; name a file"),
-        (["data.eval_sets=[{name: x, path: [a, b, a]}]"], "data.eval_sets[0].path[2] is called"),
+        (["data.eval_sets=[{name: x, path: []}]"], "data.eval_sets[0].path is an empty list; name"),
+        (["data.eval_sets=[{name: x, path: [a, b, a]}]"], "data.eval_sets[0].path names 'a' twice"),
+        (["data.eval_path=[]"], "data.eval_path is an empty list; name a file"),
+        (["data.eval_path=[a, a]"], "data.eval_path names 'a' twice; name it once"),
         (["data.eval_sets=[{name: x, path: a, max_samples: 0}]"], "max_samples must be at least 1"),
         (["data.eval_sets=[{name: x, path: a, weight: 2}]"], "expected one of name, path, split"),
         (
