@@ -28,7 +28,7 @@ SECTIONS: Mapping[str, Any] = {
         "load_best_model_at_end": True,
     },
     "save": {"every": 2, "keep": 2},  # so that old ones are looked at and removed
-    "eval": {"every": 3, "num_exact_match": 2, "num_samples": 1, "max_new_tokens": 4},
+    "eval": {"every": 3, "num_samples": 1, "max_new_tokens": 4},
 }
 pytestmark = pytest.mark.slow
 
