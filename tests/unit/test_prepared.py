@@ -2,6 +2,7 @@
 """Examples by workers, from files and from what was kept equal those of a plain loop."""
 
 import dataclasses
+import hashlib
 import io
 import itertools
 import json
@@ -25,6 +26,7 @@ from hypothesis import strategies as st
 
 from lora_tune.data import flat, prepared, sources, store, workers
 from lora_tune.data.encode import encode_rows
+from lora_tune.data.examples import join
 from lora_tune.data.messages import Encoded, Encoder, Example
 from lora_tune.data.prepared import Means, Source
 from lora_tune.data.store import Store
@@ -58,6 +60,10 @@ def plain(path: str):
     return tokens, mask, [len(e.tokens) for _, e in found], [number for number, _ in found]
 
 
+def hashed(*arrays) -> str:
+    return hashlib.blake2b(b"".join(a.tobytes() for a in arrays), digest_size=16).hexdigest()
+
+
 def assert_same(examples, expected) -> None:
     tokens, mask, lengths, rows = expected
     [part] = examples.parts
@@ -68,6 +74,7 @@ def assert_same(examples, expected) -> None:
     offsets = np.cumsum([0, *lengths])
     targets = [int(mask[a + 1 : b].sum()) for a, b in itertools.pairwise(offsets)]
     assert examples.targets.tolist() == targets
+    assert examples.fingerprint == hashed(tokens, mask, offsets)
     report = examples.report
     assert (report.tokens, report.trained_tokens) == (len(tokens), sum(targets))
 
@@ -110,13 +117,11 @@ def test_arrays_are_those_of_a_plain_loop(path):
 
 
 def test_mapped_arrays_and_their_hash_are_the_same(path, mapped, tmp_path):
-    expected = made(path).fingerprint
     examples = made(path, tmp_path / "kept")
     assert_same(examples, plain(path))
     for part in examples.parts:
         flat.release(part.tokens)
     assert_same(made(path, tmp_path / "kept"), plain(path))
-    assert examples.fingerprint == expected
 
 
 @given(
@@ -139,6 +144,19 @@ def test_where_pieces_end_changes_nothing(tmp_path_factory, lengths, most, rows)
         patch.setattr("lora_tune.data.encode._TOKENS", most)
         patch.setattr("lora_tune.data.encode._ROWS", rows)
         assert_same(made(str(path)), plain(str(path)))
+
+
+def test_joined_sources_are_hashed_as_one(path, tmp_path, mapped):
+    other = written(tmp_path / "b.jsonl", map(chat, range(1000, 1030)))
+    whole = join([made(path, tmp_path / "kept"), made(other), made(path)])
+    tokens, mask, lengths, rows = zip(plain(path), plain(other), plain(path), strict=True)
+    offsets = np.cumsum([0, *itertools.chain(*lengths)])
+    assert whole.fingerprint == hashed(np.concatenate(tokens), np.concatenate(mask), offsets)
+    assert whole.rows.tolist() == list(itertools.chain(*rows))
+    for i in (0, len(lengths[0]) - 1, len(lengths[0]), len(whole) - 1):
+        expected = np.concatenate(tokens)[offsets[i] : offsets[i + 1]]
+        np.testing.assert_array_equal(whole[i].tokens, expected)
+    assert [whole[i].source for i in (0, len(lengths[0]), len(whole) - 1)] == [0, 1, 2]
 
 
 def test_memory_holds_a_few_pieces_whatever_the_length(tmp_path, mapped):
