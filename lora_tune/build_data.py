@@ -132,8 +132,12 @@ def _examples(section: schema.Data, tokenizer: Any, source: schema.Source) -> Ex
 def _store(cache: bool | str) -> Store | None:
     if cache is False:
         return None
-    folder = machine.user_cache() / "data" if cache is True else Path(os.path.expanduser(cache))
-    return Store(folder)
+    if cache is not True:
+        return Store(Path(os.path.expanduser(cache)))
+    try:
+        return Store(machine.user_cache() / "data")
+    except FileNotFoundError:
+        return None
 
 
 def make_tokenizer(recipe: schema.Recipe, source: Source, vocab_size: int | None) -> Any:

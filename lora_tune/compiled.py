@@ -34,8 +34,9 @@ def keep() -> None:
     config = jax.config
     if config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache:
         return
-    folder = machine.user_cache() / "compiled" / _machine()
+    folder: Path | str = "a folder for them"
     try:
+        folder = machine.user_cache() / "compiled" / _machine()
         folder.mkdir(parents=True, exist_ok=True)
         _remove_halves(folder)
     except (OSError, filelock.Timeout) as error:

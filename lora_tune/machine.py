@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What must be known of machine and process, also where jax is not imported."""
 
+import errno
 import importlib.metadata
 import os
 from importlib.util import find_spec
@@ -13,16 +14,30 @@ _CHIPS = ("accel[0-9]*", "vfio/[0-9]*")
 
 
 def user_cache() -> Path:
-    """`lora_tune` in `XDG_CACHE_HOME`, which only counts where it is absolute, or in `~/.cache`."""
+    """`lora_tune` in `XDG_CACHE_HOME`, which only counts where it is absolute, or in `~/.cache`.
+
+    Raises:
+      FileNotFoundError: the user has no home folder.
+    """
     given = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (given if given.is_absolute() else Path.home() / ".cache") / "lora_tune"
+    try:
+        return (given if given.is_absolute() else Path.home() / ".cache") / "lora_tune"
+    except RuntimeError as error:
+        reason = "the user has no home folder, and XDG_CACHE_HOME is not set"
+        raise FileNotFoundError(errno.ENOENT, reason) from error
 
 
-def cores() -> int:
-    """Cores that this process may use."""
+def cores(*, groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Cores that this process may use, by affinity and, in a container, by its share of time."""
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        allowed = len(os.sched_getaffinity(0))
+    else:
+        allowed = os.cpu_count() or 1
+    try:
+        quota, period = (groups / "cpu.max").read_text().split()
+        return max(1, min(allowed, -(-int(quota) // int(period))))
+    except (OSError, ValueError):  # no such file, or "max"
+        return allowed
 
 
 def leave_out_libtpu(*, devices: Path = Path("/dev")) -> None:

@@ -82,7 +82,8 @@ class Dataset:
         self._local = np.ones(batch_size, bool) if local_rows is None else local_rows
         self._first_rows = [0]
         self._epoch_rows: dict[int, _Rows] = {}
-        self._lock = threading.RLock()  # of the two
+        self._lock = threading.Lock()  # of the two
+        self._arranging = threading.Lock()  # so that no epoch is arranged twice
 
     @property
     def report(self) -> DataReport:
@@ -162,32 +163,48 @@ class Dataset:
         return identity
 
     def _row(self, number: int) -> list[int]:
-        with self._lock:
-            epoch, row = self._locate(number)
-            return self._rows_of(epoch)[row]
+        epoch, row = self._locate(number)
+        return self._rows_of(epoch)[row]
 
     def _locate(self, number: int) -> tuple[int, int]:
         """The epoch of a row of the endless stream, and its place there."""
-        with self._lock:
-            while self._first_rows[-1] <= number:
-                epoch = len(self._first_rows) - 1
-                self._first_rows.append(self._first_rows[epoch] + len(self._rows_of(epoch)))
+        while self._first_rows[-1] <= number:
+            self._count(len(self._first_rows) - 1)
         epoch = int(np.searchsorted(self._first_rows, number, side="right")) - 1
         return epoch, number - self._first_rows[epoch]
 
     def _epoch(self, epoch: int) -> _Epoch:
+        while len(self._first_rows) <= epoch:
+            self._count(len(self._first_rows) - 1)
+        return _Epoch(self._first_rows[epoch], self._rows_of(epoch))
+
+    def _count(self, epoch: int) -> None:
+        """Notes where the epoch after this one begins."""
+        rows = len(self._rows_of(epoch))
         with self._lock:
-            while len(self._first_rows) <= epoch:
-                self._locate(self._first_rows[-1])
-            return _Epoch(self._first_rows[epoch], self._rows_of(epoch))
+            if len(self._first_rows) == epoch + 1:
+                self._first_rows.append(self._first_rows[epoch] + rows)
 
     def _rows_of(self, epoch: int) -> _Rows:
+        """Rows that are kept are had at once, also while another epoch is arranged."""
+        found = self._kept(epoch)
+        if found is None:
+            with self._arranging:
+                found = self._kept(epoch)
+                if found is None:
+                    found = self._arrange(epoch)
+                    self._keep(epoch, found)
+        return found
+
+    def _kept(self, epoch: int) -> _Rows | None:
         with self._lock:
-            if epoch not in self._epoch_rows:
-                if len(self._epoch_rows) >= _KEPT:
-                    del self._epoch_rows[next(iter(self._epoch_rows))]
-                self._epoch_rows[epoch] = self._arrange(epoch)
-            return self._epoch_rows[epoch]
+            return self._epoch_rows.get(epoch)
+
+    def _keep(self, epoch: int, rows: _Rows) -> None:
+        with self._lock:
+            if len(self._epoch_rows) >= _KEPT:
+                del self._epoch_rows[next(iter(self._epoch_rows))]
+            self._epoch_rows[epoch] = rows
 
     def _arrange(self, epoch: int) -> _Rows:
         order = mixing.epoch_order(

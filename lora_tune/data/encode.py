@@ -144,7 +144,7 @@ def _collect(
             problems += [said] if bad < SHOWN else []
             bad += 1
             if bad >= SHOWN and not drop_bad_rows:
-                _raise(problems, rows.source)
+                _raise(problems, rows.source, stopped=True)
         if piece.stopped is not None:
             raise RewrittenError(piece.stopped)
         arrays.add(piece.arrays)
@@ -153,7 +153,7 @@ def _collect(
         if progress is not None:
             progress(piece.done, len(rows))
     if not drop_bad_rows or not counts["examples"]:
-        _raise(problems, rows.source)
+        _raise(problems, rows.source, stopped=False)
     if bad:
         drops[BAD_ROW] = bad
     if not counts["examples"]:
@@ -177,12 +177,12 @@ def _collect(
     )
 
 
-def _raise(problems: Sequence[str], source: str) -> None:
+def _raise(problems: Sequence[str], source: str, *, stopped: bool) -> None:
     if len(problems) == 1:
         raise InputError(problems[0])
     if problems:
-        stopped = " (stopped there)" if len(problems) == SHOWN else ""
+        where = " (stopped there)" if stopped else ""
         raise InputError(
-            f"{len(problems)} rows of {source!r} cannot be trained on{stopped}: "
+            f"{len(problems)} rows of {source!r} cannot be trained on{where}: "
             + "; ".join(problems)
         )

@@ -4,6 +4,7 @@
 What a map has shown of its file counts as memory of the process until it is let go.
 """
 
+import contextlib
 import mmap
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -19,6 +20,10 @@ SMALL = 64 << 20
 _PIECE = 16 << 20
 
 
+class UnwritableError(OSError):
+    """The folder that arrays are written to does not take them."""
+
+
 class Growing:
     """Arrays of one dimension that are added to at their ends.
 
@@ -26,43 +31,49 @@ class Growing:
       types: name -> dtype.
       folder: where `NAME.bin` of each array is written; None for files without a name, which are
         gone when nothing refers to them.
+
+    Raises, as its methods do:
+      UnwritableError: the disk of `folder` does not take them.
+      InputError: that of the files without a name does not.
     """
 
     def __init__(self, types: Mapping[str, type], folder: Path | None = None) -> None:
         self._types, self._folder = types, folder
-        self._files = {name: _create(folder, name) for name in types}
+        with self._writing():
+            self._files = {name: _create(folder, name) for name in types}
 
     def add(self, arrays: Mapping[str, bytes]) -> None:
-        """Appends the bytes of each array.
-
-        Raises:
-          OSError: the disk of `folder` does not take them.
-          InputError: that of the files without a name does not.
-        """
-        try:
+        """Appends the bytes of each array."""
+        with self._writing():
             for name, content in arrays.items():
                 self._files[name].write(content)
-        except OSError as error:
-            if self._folder is not None:
-                raise
-            raise InputError(
-                f"tokenised rows cannot be written to {tempfile.gettempdir()} ({error.strerror}): "
-                "make room there, or set TMPDIR to another folder"
-            ) from error
 
     def finish(self) -> dict[str, np.ndarray]:
         """The arrays, which nothing can be added to any more."""
-        found = {}
-        for name, file in self._files.items():
-            file.flush()
-            found[name] = read(file, self._types[name])
+        with self._writing():
+            for file in self._files.values():
+                file.flush()
+        found = {name: read(file, self._types[name]) for name, file in self._files.items()}
         self.close()
         return found
 
     def close(self) -> None:
         """Closes the files; arrays that were read stay."""
         for file in self._files.values():
-            file.close()
+            with contextlib.suppress(OSError):  # of what could not be written before
+                file.close()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if self._folder is not None:
+                raise UnwritableError(*error.args) from error
+            raise InputError(
+                f"tokenised rows cannot be written to {tempfile.gettempdir()} ({error.strerror}): "
+                "make room there, or set TMPDIR to another folder"
+            ) from error
 
 
 def _create(folder: Path | None, name: str) -> BinaryIO:

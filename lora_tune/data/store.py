@@ -18,6 +18,7 @@ import shutil
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -46,7 +47,7 @@ class Store:
             if not os.path.isdir(entry):
                 return None
             found = _read(entry)
-            with contextlib.suppress(OSError):  # a folder that is shared need not be one's own
+            with contextlib.suppress(OSError):  # on a disk that can only be read
                 os.utime(entry / _ENTRY)
             return found
         except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -103,7 +104,7 @@ class Store:
         try:
             try:
                 examples = make(partial)
-            except OSError as error:
+            except flat.UnwritableError as error:
                 _note(f"{_not_kept(self.folder)} ({error})")
                 return make(None)
             if unchanged():
@@ -136,9 +137,11 @@ class Store:
             except OSError:
                 if not entry.is_dir():  # else another run has been faster
                     raise
-            self._make_room(entry)
         except OSError as error:
             _note(f"{_not_kept(self.folder)} ({error})")
+            return
+        with contextlib.suppress(OSError):  # of a folder that cannot be listed just now
+            self._make_room(entry)
 
     def _make_room(self, newest: Path) -> None:
         """Removes entries, those not used for longest first, and what runs that died have left."""
@@ -146,7 +149,7 @@ class Store:
         for path in self.folder.iterdir():
             with contextlib.suppress(OSError):  # another run removes them too
                 if path.name.endswith(_PARTIAL):
-                    if time.time() - path.stat().st_mtime > _ABANDONED:
+                    if time.time() - _last_written(path) > _ABANDONED:
                         self._remove(path)
                 elif (path / _ENTRY).is_file():
                     size = sum(file.stat().st_size for file in path.iterdir())
@@ -161,10 +164,15 @@ class Store:
 
     def _remove(self, path: Path) -> None:
         """Takes a folder out of the way at once, then removes it."""
-        aside = path.with_name(f"{path.name[:16]}.{os.getpid()}{_PARTIAL}")
+        aside = path.with_name(f"{path.name[:16]}.{uuid.uuid4().hex[:12]}{_PARTIAL}")
         with contextlib.suppress(OSError):
             os.rename(path, aside)
             shutil.rmtree(aside, ignore_errors=True)
+
+
+def _last_written(folder: Path) -> float:
+    """When it or a file in it was last written to."""
+    return max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
 
 
 def _read(entry: Path) -> Examples:

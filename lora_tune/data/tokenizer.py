@@ -51,6 +51,8 @@ def rules(tokenizer: "PreTrainedTokenizerBase") -> str:
     found = json.loads(tokenizer.backend_tokenizer.to_str())  # pyright: ignore
     found.pop("truncation", None)
     found.pop("padding", None)
+    # Of the loader, not of what it holds: whether special tokens in a text are only text.
+    found["split_special_tokens"] = bool(tokenizer.split_special_tokens)
     return json.dumps(found, sort_keys=True)
 
 

@@ -121,14 +121,21 @@ class _Worker:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         package = str(Path(__file__).parents[2])
         paths = os.pathsep.join([package, *(path for path in sys.path if path)])
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "lora_tune.data.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            env={**os.environ, **_ALONE, "PYTHONPATH": paths},
-            start_new_session=True,  # Ctrl-C is for this process, which ends the others
-        )
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "lora_tune.data.worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                env={**os.environ, **_ALONE, "PYTHONPATH": paths},
+                start_new_session=True,  # Ctrl-C is for this process, which ends the others
+            )
+        except OSError as error:
+            self._errors.close()
+            raise InputError(
+                f"a process that tokenises rows does not start ({error.strerror}); set "
+                "data.num_proc to fewer, or to 1 to tokenise them here"
+            ) from error
 
     def send(self, message: bytes) -> None:
         assert self.process.stdin is not None

@@ -223,7 +223,7 @@ def _compiles(pattern: str) -> bool:
 _ALPHAS_END = 1e30
 _FORMS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "r": (_is_rank, "a whole number >= 1"),
-    "lora_alpha": (_is_alpha, "a number > 0"),
+    "lora_alpha": (_is_alpha, f"a number > 0 and below {_ALPHAS_END:g}"),
     "lora_dropout": (lambda value: _is_number(value) and 0 <= value < 1, "a number in [0, 1)"),
     "use_rslora": (lambda value: isinstance(value, bool), "true or false"),
     "rank_pattern": (

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from lora_tune import cli, compiled, machine
+from lora_tune import build_data, cli, compiled, machine
 
 
 @pytest.fixture
@@ -69,6 +69,19 @@ def test_a_folder_that_cannot_be_written_is_a_note(home, capsys):
     [note] = capsys.readouterr().err.splitlines()
     assert note.startswith("lora-tune: note: compiled programs are not kept")
     assert "JAX_COMPILATION_CACHE_DIR" in note
+
+
+def test_a_user_without_a_home_keeps_nothing(home, monkeypatch, capsys):
+    def nowhere():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(machine.Path, "home", nowhere)
+    compiled.keep()
+    assert jax.config.jax_compilation_cache_dir is None
+    [note] = capsys.readouterr().err.splitlines()
+    assert "no home folder" in note
+    assert build_data._store(True) is None
 
 
 def test_a_relative_cache_home_does_not_count(monkeypatch, tmp_path):

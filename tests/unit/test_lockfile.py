@@ -28,7 +28,9 @@ def inputs(folder: Path, **changes):
     """What `lockfile.current` reads of a run, without a model or data."""
     words = {"a": 0, "b": 1}
     tokenizer = SimpleNamespace(
-        backend_tokenizer=Tokenizer(models.WordLevel(words, unk_token="a")), chat_template="{{ x }}"
+        split_special_tokens=False,
+        backend_tokenizer=Tokenizer(models.WordLevel(words, unk_token="a")),
+        chat_template="{{ x }}",
     )
     given = {
         "recipe": recipe.Recipe(output_dir=str(folder / "run")),

@@ -13,6 +13,18 @@ import pytest
 from lora_tune import machine
 
 
+@pytest.mark.parametrize(
+    ("content", "cores"), [("max 100000", 8), ("250000 100000", 3), ("1000 100000", 1), ("x", 8)]
+)
+def test_a_container_has_its_share_of_cores(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str, cores: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    (tmp_path / "cpu.max").write_text(content + "\n")
+    assert machine.cores(groups=tmp_path) == cores
+    assert machine.cores(groups=tmp_path / "none") == 8
+
+
 @pytest.fixture
 def libtpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with libtpu, without any other plugin of jax, that was told nothing."""

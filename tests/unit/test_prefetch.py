@@ -82,6 +82,27 @@ def short_epochs() -> Dataset:
     return Dataset(Examples((part,)), max_length=8, batch_size=11, seed=3)
 
 
+def test_what_is_known_is_had_while_another_epoch_is_arranged(monkeypatch):
+    dataset = short_epochs()
+    before = dataset.planned(0)
+    arrange, begun, go_on = dataset._arrange, threading.Event(), threading.Event()
+
+    def slowly(epoch):
+        begun.set()
+        assert go_on.wait(30)
+        return arrange(epoch)
+
+    monkeypatch.setattr(dataset, "_arrange", slowly)
+    thread = threading.Thread(target=dataset.planned, args=(30,))
+    thread.start()
+    try:
+        assert begun.wait(30)
+        assert dataset.planned(0) == before
+    finally:
+        go_on.set()
+        thread.join()
+
+
 def test_batches_made_ahead_agree_with_plans_made_behind():
     plain = short_epochs()
     expected = [(plain.planned(step), plain.position(step)) for step in range(60)]

@@ -352,6 +352,10 @@ def test_other_tokenizers_templates_code_and_days_are_seen(path, monkeypatch):
     more = qwen(CHATML_TEMPLATE)
     more.add_tokens(["What"])
     found.append(key(more))
+    texts = qwen(CHATML_TEMPLATE)
+    texts.split_special_tokens = True
+    assert texts("<|im_end|>").input_ids != TOKENIZER("<|im_end|>").input_ids
+    found.append(key(texts))
     dated = qwen(CHATML_TEMPLATE + "{# strftime_now #}")
     found.append(key(dated))
 
@@ -428,34 +432,61 @@ def test_a_folder_that_cannot_be_used_is_a_note(path, tmp_path, capsys):
     assert "data.cache" in note
 
 
+class Full(io.BytesIO):
+    def write(self, content):
+        raise OSError(28, "No space left on device")
+
+
+class FullAtTheEnd(io.BytesIO):
+    def flush(self):
+        raise OSError(28, "No space left on device")
+
+
 def test_a_full_disk_keeps_nothing_and_ends_nothing(path, tmp_path, capsys, monkeypatch):
-    add, folders = flat.Growing.add, []
-    begin = flat.Growing.__init__
+    create = flat._create
 
-    def noted(self, types, folder=None):
-        begin(self, types, folder)
-        folders.append(folder)
+    def full(folder, name):
+        return Full() if folder is not None and name == "mask" else create(folder, name)
 
-    def full(self, arrays):
-        if folders[-1] is not None:
-            raise OSError(28, "No space left on device")
-        add(self, arrays)
-
-    monkeypatch.setattr(flat.Growing, "__init__", noted)
-    monkeypatch.setattr(flat.Growing, "add", full)
+    monkeypatch.setattr(flat, "_create", full)
     assert_same(made(path, tmp_path / "kept"), plain(path))
     assert "No space left on device" in capsys.readouterr().err
     assert not list((tmp_path / "kept").iterdir())
 
 
-def test_no_room_for_what_is_not_kept_is_one_sentence(path, monkeypatch):
-    class Full(io.BytesIO):
-        def write(self, content):
-            raise OSError(28, "No space left on device")
+def refuse(*_, **__):
+    raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(flat.tempfile, "TemporaryFile", Full)
+
+@pytest.mark.parametrize("kind", [Full, FullAtTheEnd, refuse])
+def test_no_room_for_what_is_not_kept_is_one_sentence(path, monkeypatch, kind):
+    monkeypatch.setattr(flat.tempfile, "TemporaryFile", kind)
     with pytest.raises(InputError, match=r"No space left on device.*TMPDIR"):
         made(path)
+
+
+def test_a_process_that_does_not_start_is_no_fault_of_the_folder(
+    path, tmp_path, small_tasks, monkeypatch, capsys
+):
+    monkeypatch.setattr(workers.subprocess, "Popen", refuse)
+    with pytest.raises(InputError, match=r"does not start \(No space.*data.num_proc"):
+        made(path, tmp_path / "kept", num_proc=2)
+    assert capsys.readouterr().err == ""
+
+
+def test_half_an_entry_that_grows_belongs_to_a_run_that_lives(path, tmp_path):
+    made(path, tmp_path)
+    [entry] = [found for found in tmp_path.iterdir() if (found / "entry.json").is_file()]
+    half = tmp_path / "0123.partial"
+    half.mkdir()
+    (half / "tokens.bin").write_bytes(b"1234")
+    os.utime(half, (0, 0))
+    Store(tmp_path)._make_room(entry)
+    assert half.is_dir()
+    os.utime(half / "tokens.bin", (0, 0))
+    os.utime(half, (0, 0))
+    Store(tmp_path)._make_room(entry)
+    assert not half.exists()
 
 
 def test_a_file_that_changes_meanwhile_is_not_kept(tmp_path, monkeypatch, counted):
