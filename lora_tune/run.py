@@ -19,8 +19,9 @@ from lora_tune import (
     run_lock,
 )
 from lora_tune import recipe as recipes
+from lora_tune.checkpoint.choice import Chosen, comparable, measured_on, steps_in
 from lora_tune.checkpoint.files import Restored
-from lora_tune.checkpoint.folder import Checkpoints, read_one, read_trained, steps_in
+from lora_tune.checkpoint.folder import Checkpoints, read_one
 from lora_tune.data import messages
 from lora_tune.errors import InputError
 from lora_tune.export import write
@@ -149,6 +150,7 @@ class _Run:
         self.lora = None if recipe.lora is None else model.adapter.config
         self.fingerprint = build.fingerprint(recipe, self.source)
         self.adapter_norms = None if self.lora is None else b_norms(model, self.lora)
+        self.measured = _measured(inputs)
 
     def go(self) -> Result:
         recipe = self.recipe
@@ -158,6 +160,7 @@ class _Run:
             every=recipe.save.every,
             fingerprint=self.fingerprint,
             metric=recipe.train.metric_for_best_model,
+            measured=self.measured,
         )
         trainable, opt_state, frozen = self.training.state
         restored, start = self._restore(checkpoints, (trainable, opt_state)), 0
@@ -174,7 +177,7 @@ class _Run:
                 metrics.note(changed)
             self._introduce(metrics, start)
             outcome = self._train(checkpoints, metrics, (trainable, opt_state, frozen), restored)
-            adapter, merged = self._finish(outcome, metrics, end)
+            adapter, merged = self._finish(outcome, checkpoints, metrics, end)
             end.interrupted, end.step = outcome.interrupted, outcome.step
         return Result(
             self.run_dir, outcome.step, metrics.rows(), adapter, merged, outcome.interrupted
@@ -202,7 +205,7 @@ class _Run:
             ),
             eval_every=recipe.eval.every,
             criterion=_criterion(recipe.train),
-            best=_best_of(restored),
+            best=self._best_of(restored, metrics),
             sample_fn=build_answers.make_sampler(
                 recipe.eval, self.split, self.data, self.tokenizer, stop_ids=stop_ids
             ),
@@ -211,19 +214,19 @@ class _Run:
         )
 
     def _finish(
-        self, outcome: loop.Outcome, metrics: MetricsLog, end: End
+        self, outcome: loop.Outcome, checkpoints: Checkpoints, metrics: MetricsLog, end: End
     ) -> tuple[Path | None, Path | None]:
         """Exports what a run that is at its end has trained; returns the folders."""
         if outcome.interrupted is not None:
             return None, None
-        step, trained = self._chosen(outcome)
-        end.said = _told(outcome, step, self.recipe.train.metric_for_best_model)
+        chosen = self._chosen(outcome, checkpoints)
+        end.said = _told(outcome, chosen, self.recipe.train.exported_by())
         if end.said:
             metrics.note(end.said)
-        weights, adapter, merged = self._on_host(trained), None, None
+        weights, adapter, merged = self._on_host(chosen.weights), None, None
         with distributed.together("write what was trained"):
             if distributed.is_first():
-                adapter, merged = self._export(weights, metrics, self._card(step))
+                adapter, merged = self._export(weights, metrics, self._card(chosen))
         return adapter, merged
 
     def _describe(self, start: int) -> None:
@@ -313,19 +316,32 @@ class _Run:
         pieces = messages.preview(self.data.first, self.tokenizer)
         return " ".join("".join(f"«{t}»" if trained else t for t, trained in pieces).split())[:600]
 
-    def _chosen(self, outcome: loop.Outcome) -> tuple[int, Weights]:
-        """What is to be exported, and its step: the best checkpoint, or the last state."""
-        metric = self.recipe.train.exported_by()
-        if metric is not None:
-            found = read_trained(self.run_dir / "checkpoints", outcome.state[0], metric=metric)
-            assert found is not None  # the end of every run is saved
-            return found
-        return outcome.step, outcome.state[0]
+    def _best_of(self, restored: Restored | None, metrics: MetricsLog) -> Best | None:
+        """The best evaluation before a resume, if those to come can be compared with it."""
+        if restored is None or restored.meta.best is None:
+            return None
+        best, meta = Best.of(restored.meta.best), restored.meta
+        if comparable(best.metric, meta.measured, self.measured):
+            return best
+        metrics.note(
+            f"evaluations up to step {meta.step} were made on other held-out rows or questions: "
+            "they count neither for the best checkpoint nor for early stopping"
+        )
+        return None
 
-    def _card(self, step: int) -> str:
+    def _chosen(self, outcome: loop.Outcome, checkpoints: Checkpoints) -> Chosen:
+        """What is to be exported: the best checkpoint, or the last state."""
+        if self.recipe.train.exported_by() is None:
+            return Chosen(outcome.step, outcome.state[0])
+        return checkpoints.read_best(outcome.state[0])
+
+    def _card(self, chosen: Chosen) -> str:
         """What the model card says of the choice between checkpoints."""
         metric = self.recipe.train.exported_by()
-        return f"## Training\n\nStep {step}, the best by `{metric}`.\n" if metric else ""
+        if metric is None:
+            return ""
+        which = "the best" if chosen.metric else "the newest, as none was evaluated"
+        return f"## Training\n\nStep {chosen.step}, {which} by `{metric}`.\n"
 
     def _on_host(self, trainable: Weights) -> dict[str, Any]:
         """What exports are made of, in every process: of several, none has all of it."""
@@ -364,15 +380,20 @@ def _criterion(train: schema.Train) -> Criterion:
     )
 
 
-def _best_of(restored: Restored | None) -> Best | None:
-    return None if restored is None or restored.meta.best is None else Best(**restored.meta.best)
+def _measured(inputs: Inputs) -> dict[str, Any]:
+    data, asked = inputs.data, inputs.recipe.eval.num_exact_match
+    if data.held_out is None:
+        return {}
+    return measured_on(data.held_out.fingerprint, data.eval_sets, asked)
 
 
-def _told(outcome: loop.Outcome, step: int, metric: str) -> str:
+def _told(outcome: loop.Outcome, chosen: Chosen, metric: str | None) -> str:
     """What the report says of a run that ended early, or whose last state is not exported."""
     said = [outcome.stopped_early] if outcome.stopped_early else []
-    if step != outcome.step:
-        said.append(f"what is exported is of step {step}, the best by {metric}")
+    if metric is not None and chosen.metric is None:
+        said.append(f"no checkpoint has {metric}: the newest is exported, not the best")
+    elif chosen.step != outcome.step:
+        said.append(f"what is exported is of step {chosen.step}, the best by {metric}")
     return "; ".join(said)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from lora_tune import build
 from lora_tune import recipe as recipes
-from lora_tune.checkpoint.folder import read_trained
+from lora_tune.checkpoint.choice import read_trained
 from lora_tune.errors import InputError
 from lora_tune.hf.adapters import SCALE
 from lora_tune.hf.hub import Source
@@ -49,6 +49,7 @@ class Trained:
       lora: the adapters, None where every parameter was trained.
       step: of the checkpoint, None where there is none.
       weights: what was trained, by path; shapes alone where there is no checkpoint.
+      best_by: the figure by which the checkpoint is the best; None where it is the newest.
     """
 
     folder: Path
@@ -59,6 +60,7 @@ class Trained:
     lora: LoraConfig | None
     step: int | None
     weights: Weights
+    best_by: str | None = None
 
     @property
     def origin(self) -> Origin:
@@ -105,9 +107,11 @@ def read(folder: Path | str, overrides: Sequence[str] = ()) -> Trained:
     lora = None if recipe.lora is None else recipe.lora.config()
     wanted = split_model(model if lora is None else add_lora(model, lora)).trainable
     found = read_trained(folder / "checkpoints", wanted, metric=recipe.train.exported_by())
-    step, weights = (None, wanted) if found is None else found
     leaves = bind(model.family, model)
-    return Trained(folder, recipe, source, model, leaves, lora, step, weights)
+    described = folder, recipe, source, model, leaves, lora
+    if found is None:
+        return Trained(*described, None, wanted)
+    return Trained(*described, found.step, found.weights, found.metric)
 
 
 def _path(key: str) -> LeafPath:

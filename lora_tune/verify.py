@@ -10,7 +10,8 @@ from typing import Any
 
 from lora_tune import build, words
 from lora_tune import recipe as recipes
-from lora_tune.checkpoint.folder import read_one, steps_in
+from lora_tune.checkpoint.choice import steps_in
+from lora_tune.checkpoint.folder import read_one
 from lora_tune.errors import InputError
 from lora_tune.prepare import Inputs, Training
 from lora_tune.recipe import schema
@@ -93,6 +94,9 @@ class _Unsaved:
 
     def due(self, step: int) -> bool:
         return False
+
+    def best_value(self) -> float | None:
+        return None
 
     def save(self, step: int, state: tuple[Any, Any], **_: Any) -> Path:
         return Path()

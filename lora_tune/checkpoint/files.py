@@ -45,6 +45,7 @@ class Meta:
       fingerprint: what must not change between a run and its continuation (seed, model, data, …).
       evaluation: figures of the evaluation at this very step, if there was one.
       best: the best evaluation up to here, as `lora_tune.training.best.Best` has it.
+      measured: what these two were measured on, as of `lora_tune.checkpoint.choice.measured_on`.
     """
 
     step: int
@@ -53,6 +54,7 @@ class Meta:
     fingerprint: Mapping[str, Any]
     evaluation: Mapping[str, float] = field(default_factory=dict)
     best: Mapping[str, Any] | None = None
+    measured: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from lora_tune.checkpoint import files
+from lora_tune.checkpoint import choice, files
+from lora_tune.checkpoint.choice import Chosen, steps_in
 from lora_tune.checkpoint.files import Damaged, Meta, Restored
-from lora_tune.distributed import any_of, from_first, is_first, is_left_alone
+from lora_tune.distributed import any_of, from_first, is_first, is_left_alone, together
 from lora_tune.errors import InputError
-from lora_tune.training.best import Best, is_better
+from lora_tune.training.best import Best
 
 _LEFTOVER = re.compile(r"\d+\.(orbax-checkpoint-tmp.*|removed)$")
 _OS_REASON = re.compile(
@@ -36,6 +37,7 @@ class Checkpoints:
       every: save after every so many steps; 0 saves only where the caller asks.
       fingerprint: plain JSON values that a continued run must share with the checkpoint.
       metric: the figure by which an evaluation is the best.
+      measured: what evaluations are made on, as of `choice.measured_on`.
       warn: receives one sentence whenever a checkpoint has to be passed over.
     """
 
@@ -47,6 +49,7 @@ class Checkpoints:
         every: int,
         fingerprint: Mapping[str, Any] | None = None,
         metric: str = "eval_loss",
+        measured: Mapping[str, Any] | None = None,
         warn: Callable[[str], None] | None = None,
     ) -> None:
         if keep < 1 or every < 0:
@@ -57,6 +60,7 @@ class Checkpoints:
         self.every = every
         self._keep, self._metric = keep, metric
         self._fingerprint = files.plain(fingerprint or {})
+        self._measured = files.plain(measured or {})
         self._warn = warn or _to_stderr
         self._pending: tuple[Path, Any] | None = None
         self._open()
@@ -115,6 +119,7 @@ class Checkpoints:
             self._fingerprint,
             dict(evaluation or {}),
             None if best is None else asdict(best),
+            self._measured,
         )
         try:
             self._pending = path, files.start_writing(path, state, meta)
@@ -171,6 +176,24 @@ class Checkpoints:
             )
         return None
 
+    def best_value(self) -> float | None:
+        """The best evaluation of all checkpoints here, on what evaluations are now made on."""
+        with together("read the checkpoints"):
+            found = choice.ranked(self.folder, self._metric, measured=self._measured)
+        return from_first(found[0][1] if found else None)
+
+    def read_best(self, abstract: Any) -> Chosen:
+        """What was trained, of the best checkpoint; a damaged one is renamed to `STEP.corrupt`.
+
+        Raises:
+          InputError: as `choice.read_trained`.
+        """
+        found = choice.read_trained(
+            self.folder, abstract, metric=self._metric, damaged=self._set_aside
+        )
+        assert found is not None  # the end of every run is saved
+        return found
+
     def _open(self) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -204,9 +227,9 @@ class Checkpoints:
             return
         steps = self.steps()
         old = steps[: -self._keep]
-        best = _best(self.folder, self._metric) if old else None
+        best = [step for step, _ in choice.ranked(self.folder, self._metric)[:1]] if old else []
         for step in old:
-            if step != best:
+            if step not in best:
                 # A removal cut short must not leave half a checkpoint under its name.
                 doomed = (self.folder / str(step)).rename(self.folder / f"{step}.removed")
                 shutil.rmtree(doomed)
@@ -220,12 +243,6 @@ class Checkpoints:
         if is_first():
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
-
-
-def steps_in(folder: Path) -> list[int]:
-    """The steps of the checkpoints of a folder, ascending; none where there is no such folder."""
-    found = folder.iterdir() if folder.is_dir() else ()
-    return sorted(int(path.name) for path in found if path.name.isdecimal())
 
 
 def read_one(
@@ -245,56 +262,6 @@ def read_one(
         return files.read(path, abstract, files.plain(fingerprint or {}))
     except Damaged as error:
         raise InputError(f"checkpoint {path} is damaged ({error}); name another one") from error
-
-
-def read_trained(
-    folder: Path | str, abstract: Any, *, metric: str | None = None
-) -> tuple[int, Any] | None:
-    """Reads what was trained from one checkpoint, and changes nothing on disk.
-
-    Args:
-      folder: `RUN/checkpoints`.
-      abstract: the trained weights, as for `lora_tune.checkpoint.files.read`.
-      metric: the figure by which the best checkpoint is taken; None takes the newest, as where
-        none has been evaluated.
-
-    Returns:
-      The step and the weights, None where there is no checkpoint.
-
-    Raises:
-      InputError: the checkpoint is damaged or has other weights.
-    """
-    folder = Path(folder).absolute()
-    steps = steps_in(folder)
-    if not steps:
-        return None
-    best = None if metric is None else _best(folder, metric)
-    step = steps[-1] if best is None else best
-    path = folder / str(step)
-    try:
-        return step, files.read_trained(path, abstract)
-    except Damaged as error:
-        raise InputError(
-            f"checkpoint {path} is damaged ({error}); give the command that trained "
-            "again, which goes on from the one before"
-        ) from error
-
-
-def _best(folder: Path, metric: str) -> int | None:
-    """The step of the checkpoint with the best evaluation, the first of equal ones, if any."""
-    found: tuple[int, float] | None = None
-    for step in steps_in(folder):
-        value = _evaluation(folder / str(step)).get(metric)
-        if value is not None and (found is None or is_better(metric, value, found[1])):
-            found = step, value
-    return None if found is None else found[0]
-
-
-def _evaluation(path: Path) -> Mapping[str, float]:
-    try:
-        return files.read_meta(path).evaluation
-    except Damaged:  # since it was written: not a candidate for the best one
-        return {}
 
 
 def _refusal(error: Exception) -> str | None:

@@ -29,9 +29,7 @@ def training_notes(run: Trained) -> str:
 
 def _lines(run: Trained) -> Iterator[str]:
     yield from ("## Training", "")
-    metric = run.recipe.train.exported_by()
-    best = "" if metric is None else f", the best of its checkpoints by `{metric}`"
-    yield f"- {run.step} steps with lora-tune{best}"
+    yield f"- {run.step} steps with lora-tune{_choice(run)}"
     for source in run.recipe.data.all_sources():
         yield f"- data: {fingerprint(source.path)}"
     for each in run.recipe.data.all_eval_sets():
@@ -43,6 +41,14 @@ def _lines(run: Trained) -> Iterator[str]:
         for name, (step, value) in found.items():
             yield f"| `{name}` | {step} | {value:.4g} |"
     yield from ("", "```yaml", _recipe(run.recipe).rstrip(), "```")
+
+
+def _choice(run: Trained) -> str:
+    """How the checkpoint was chosen, where the recipe asks for the best."""
+    if run.best_by is not None:
+        return f", the best of its checkpoints by `{run.best_by}`"
+    metric = run.recipe.train.exported_by()
+    return "" if metric is None else f", its newest checkpoint: none was evaluated by `{metric}`"
 
 
 def fingerprint(path: str | list[str]) -> str:

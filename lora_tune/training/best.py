@@ -6,7 +6,8 @@ follows from it, and the patience and threshold of its `EarlyStoppingCallback`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 
 def is_better(metric: str, value: float, than: float) -> bool:
@@ -29,6 +30,12 @@ class Best:
     value: float
     step: int
     stale: int = 0
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> "Best":
+        """From the record in a checkpoint; of one of another version, what is known here."""
+        known = {each.name for each in fields(cls)}
+        return cls(**{name: value for name, value in record.items() if name in known})
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lora_tune.distributed import StopTogether
+from lora_tune.distributed import StopTogether, from_first
 from lora_tune.errors import InputError
 from lora_tune.machine import COMPILER
 from lora_tune.training import tripwires
-from lora_tune.training.best import Best, Criterion
+from lora_tune.training.best import Best, Criterion, is_better
 from lora_tune.training.gauges import Gauges
 from lora_tune.training.metrics import Writer
 
@@ -67,6 +67,10 @@ class Saver(AbstractContextManager["Saver"], Protocol):
 
     def due(self, step: int) -> bool:
         """Whether to save after this step."""
+        ...
+
+    def best_value(self) -> float | None:
+        """The figure of the best evaluation in the folder, the same in every process."""
         ...
 
     def save(
@@ -155,7 +159,8 @@ def run(
     tripwires.check_trainable(sum(leaf.size for leaf in jax.tree.leaves(trainable)))
     gauges = gauges or Gauges(jax.local_devices()[:1])
     log = _Log(metrics, schedule, total_steps, log_every, counts or {}, gauges)
-    evaluate, sample = _Evaluator(eval_fn, log, criterion, best), _sampler(sample_fn, log)
+    evaluate = _Evaluator(eval_fn, log, criterion or Criterion(), best, checkpoints)
+    sample = _sampler(sample_fn, log)
     total_steps = start_step if evaluate.ends else total_steps
     key_of, stop_together = _step_keys(seed, opt_state), StopTogether()
     step, saved, stopped = start_step, None, None
@@ -186,7 +191,8 @@ def run(
             found = evaluate(step, trainable, frozen) if evaluating else {}
             if sampling or evaluate.ends:
                 sample(step, trainable, frozen)
-            if saving or evaluate.ends or evaluate.keeps(step):
+            keeping = evaluate.keeps(found)
+            if saving or evaluate.ends or keeping:
                 now, at = (trainable, opt_state), data.position(step)
                 with log.paused():
                     saved = checkpoints.save(
@@ -298,10 +304,17 @@ class _Evaluator:
     """Evaluates, writes what it found, and keeps the best in mind."""
 
     def __init__(
-        self, eval_fn: EvalFn | None, log: _Log, criterion: Criterion | None, best: Best | None
+        self,
+        eval_fn: EvalFn | None,
+        log: _Log,
+        criterion: Criterion,
+        best: Best | None,
+        checkpoints: Saver,
     ) -> None:
         self._eval_fn, self._log = eval_fn, log
-        self._criterion, self.best = criterion or Criterion(), best
+        self._criterion, self.best = criterion, best
+        # The best evaluation of the run may be of a checkpoint that is in another folder, or gone.
+        self._kept = checkpoints.best_value() if criterion.keep else None
 
     def before_training(self, trainable: Any, frozen: Any) -> None:
         """Evaluates what no checkpoint will hold."""
@@ -319,7 +332,8 @@ class _Evaluator:
             return {}
         with self._log.paused():
             figures = self._eval_fn(trainable, frozen)
-        found = {name: float(value) for name, value in figures.items()}
+        # Floats of one process: all must decide alike what is the best, and when to end.
+        found = from_first({name: float(value) for name, value in figures.items()})
         tripwires.check_evaluation(step, found)
         self._log.metrics.write({"step": step, **found})
         return found
@@ -329,9 +343,15 @@ class _Evaluator:
         """Whether evaluations have not become better for long enough to end the run."""
         return self._criterion.ends(self.best)
 
-    def keeps(self, step: int) -> bool:
-        """Whether a checkpoint is to be written because of the evaluation after a step."""
-        return self._criterion.keep and self.best is not None and self.best.step == step
+    def keeps(self, found: Mapping[str, float]) -> bool:
+        """Whether a checkpoint is to be written because no other here has a better evaluation."""
+        if not self._criterion.keep or not found:
+            return False
+        metric, kept = self._criterion.metric, self._kept
+        if kept is not None and not is_better(metric, found[metric], kept):
+            return False
+        self._kept = found[metric]
+        return True
 
     def why(self) -> str:
         """Why the run ends early, in half a sentence."""

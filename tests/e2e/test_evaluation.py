@@ -16,7 +16,9 @@ from small_run import write_chats, write_model, write_recipe
 
 from lora_tune import build, build_answers, build_data, build_evaluation, cli
 from lora_tune import recipe as recipes
+from lora_tune import trained as trained_of
 from lora_tune.api import load_run
+from lora_tune.export.notes import training_notes
 from lora_tune.generation.prompts import stop_ids_of
 from lora_tune.training.metrics import read_rows
 from lora_tune.training.state import split_model
@@ -261,7 +263,7 @@ def test_what_is_exported_is_the_best_checkpoint(
     assert cli.main([*common, f"output_dir={tmp_path / 'short'}", "train.max_steps=2"]) == 0
     told = iter([9.0, 3.0, 4.0, 5.0])
     monkeypatch.setattr(
-        build_evaluation, "make_evaluation", lambda *_: lambda *_: {"eval_loss": next(told)}
+        build_evaluation, "make_evaluation", lambda *_, **__: lambda *_: {"eval_loss": next(told)}
     )
     best = ["train.load_best_model_at_end=true", "train.early_stopping_patience=2"]
     words = [*common, *best, f"output_dir={tmp_path / 'long'}", "train.max_steps=40"]
@@ -287,6 +289,12 @@ def test_what_is_exported_is_the_best_checkpoint(
     assert (tmp_path / "out" / "adapter_model.safetensors").read_bytes() == expected
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert "2 steps with lora-tune, the best of its checkpoints by `eval_loss`" in card
+    # By a figure that no checkpoint has, none is called the best.
+    run = trained_of.read(tmp_path / "long", ["train.metric_for_best_model=eval_accuracy"])
+    assert (run.step, run.best_by) == (6, None)
+    assert "6 steps with lora-tune, its newest checkpoint: none was evaluated" in training_notes(
+        run
+    )
     # Started again, it trains no further and exports the same.
     (tmp_path / "long" / weights).unlink()
     assert cli.main([*words, "eval.every=2", "save.keep=1"]) == 0

@@ -2,6 +2,7 @@
 """The best evaluation and the end of a run without a better one, over resumes as well."""
 
 import dataclasses
+import shutil
 
 import numpy as np
 import pytest
@@ -125,3 +126,28 @@ def test_patience_is_counted_by_the_threshold_and_null_never_ends(tmp_path):
     outcome = run(tmp_path / "b", patience=None, keep=False)
     assert (outcome.step, outcome.stopped_early) == (20, None)
     assert [path.name for path in (tmp_path / "b" / "checkpoints").iterdir()] == ["20"]
+
+
+def test_what_is_kept_is_the_best_of_what_is_there(tmp_path):
+    """The best checkpoint is gone, as after a resume from another folder: the next is kept."""
+    with pytest.raises(InputError, match="the data ended after step"):
+        run(tmp_path, save_every=3, stop_after=13, keep=True)
+    assert sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir()) == [10, 12]
+    shutil.rmtree(tmp_path / "checkpoints" / "10")
+    told = iter([0.82, 0.805, 0.9, 0.95])
+    outcome = train(
+        tmp_path,
+        total_steps=20,
+        eval_every=2,
+        eval_fn=lambda *_: {"eval_loss": next(told)},
+        criterion=Criterion("eval_loss", 9, keep=True),
+    )
+    steps = sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir())
+    assert steps == [16, 20], "0.805 is better than 0.81 of step 12, which was the best left"
+    best = Best.of(read_meta(outcome.checkpoint).best)
+    assert best == Best("eval_loss", 0.79, 10, stale=5), "patience goes on from the best of all"
+
+
+def test_a_record_of_another_version_is_read_as_far_as_it_is_known():
+    record = {"metric": "eval_loss", "value": 0.5, "step": 3, "stale": 1, "unknown": 2}
+    assert Best.of(record) == Best("eval_loss", 0.5, 3, 1)

@@ -16,7 +16,8 @@ from toy_problem import make_state, optimizer
 
 from lora_tune.checkpoint import files
 from lora_tune.checkpoint import folder as folders
-from lora_tune.checkpoint.folder import Checkpoints, read_trained
+from lora_tune.checkpoint.choice import comparable, measured_on, read_trained
+from lora_tune.checkpoint.folder import Checkpoints
 from lora_tune.errors import InputError
 
 COUNT = {"count": jnp.int32(0)}
@@ -134,8 +135,9 @@ def test_the_newest_and_the_best_are_kept(tmp_path, metric, best):
     assert folder.restore(small_state()).trainable["kernel"][0, 0] == 7
     wanted = small_state()[0]
     for by, step in ((None, 7), (metric, best), ("eval_unknown", 7)):
-        found, trained = read_trained(tmp_path, wanted, metric=by)
-        assert found == trained["kernel"][0, 0] == step
+        found = read_trained(tmp_path, wanted, metric=by)
+        assert found.step == found.weights["kernel"][0, 0] == step
+        assert found.metric == (by if by == metric else None), "not the best by what none has"
 
 
 def test_due(tmp_path):
@@ -274,6 +276,48 @@ def test_all_damaged_is_an_error_not_a_new_start(tmp_path):
         InputError, match=r"steps \[4\], now named STEP.corrupt.*from the beginning"
     ):
         folder.restore(small_state())
+
+
+@pytest.mark.parametrize("damage", [flip_a_byte, break_json])
+def test_of_a_damaged_best_one_the_next_best_is_taken(tmp_path, damage, capsys):
+    said = []
+    folder = open_folder(tmp_path, warn=said.append)
+    noise = {"kernel": jax.random.normal(jax.random.key(0), (64, 64))}
+    for step, value in ((1, 0.5), (2, 0.3), (3, 0.9)):
+        state = jax.tree.map(lambda x, s=step: x + s, noise), COUNT
+        folder.save(step, state, position={}, evaluation={"eval_loss": value})
+    folder.wait()
+    damage(tmp_path / "2" / ("trainable" if damage is flip_a_byte else ""))
+    # Who only reads changes nothing.
+    found = read_trained(tmp_path, noise, metric="eval_loss")
+    assert (found.step, found.metric, folder.steps()) == (1, "eval_loss", [1, 2, 3])
+    assert f"{tmp_path / '2'} is damaged" in capsys.readouterr().err
+    found = folder.read_best(noise)
+    assert (found.step, found.metric, folder.steps()) == (1, "eval_loss", [1, 3])
+    assert "renamed to 2.corrupt" in said[0]
+    break_json(tmp_path / "1")
+    break_json(tmp_path / "3")
+    with pytest.raises(InputError, match="no checkpoint in"):
+        read_trained(tmp_path, noise, metric="eval_loss")
+
+
+def test_evaluations_on_other_rows_are_not_compared(tmp_path):
+    before, now = (measured_on(rows, ("",), 5) for rows in ("aa", "bb"))
+    open_folder(tmp_path, measured=before).save(
+        1, small_state(1), position={}, evaluation={"eval_loss": 0.1, "eval_exact_match": 0.9}
+    )
+    assert open_folder(tmp_path, measured=before).best_value() == 0.1
+    folder = open_folder(tmp_path, measured=now, keep=2)
+    assert folder.best_value() is None
+    for step in (2, 3, 4):
+        folder.save(step, small_state(step), position={}, evaluation={"eval_loss": step / 10})
+    folder.wait()
+    assert folder.steps() == [2, 3, 4]
+    assert read_trained(tmp_path, small_state()[0], metric="eval_loss").step == 2
+    # Only answers depend on how many are asked.
+    assert comparable("eval_loss", now, measured_on("bb", ("",), 9))
+    assert not comparable("eval_exact_match", now, measured_on("bb", ("",), 9))
+    assert not comparable("eval_loss", now, measured_on("bb", ("a",), 5))
 
 
 def test_leftovers_of_killed_saves_and_removals_are_cleaned(tmp_path):
@@ -423,9 +467,9 @@ def test_a_relative_folder_is_one_of_the_current_one(tmp_path, monkeypatch):
     assert written.is_relative_to(tmp_path)
     relative = Path("run/checkpoints")
     assert_same_bits(folders.read_one(relative / "1", small_state()).trainable, small_state(2.0)[0])
-    step, trained = folders.read_trained(relative, small_state()[0])
-    assert step == 1
-    assert_same_bits(trained, small_state(2.0)[0])
+    found = read_trained(relative, small_state()[0])
+    assert found.step == 1
+    assert_same_bits(found.weights, small_state(2.0)[0])
 
 
 @pytest.mark.parametrize("reason", ["Permission denied", "Too many open files"])

@@ -167,7 +167,7 @@ def train(
             eval_fn=eval_fn or make_eval(data),
             eval_every=eval_every,
             criterion=criterion,
-            best=Best(**found.meta.best) if found and found.meta.best else None,
+            best=Best.of(found.meta.best) if found and found.meta.best else None,
             adapter_norms=adapter_norms,
         )
 
