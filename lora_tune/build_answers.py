@@ -32,17 +32,21 @@ class Question:
     eval_set: str
 
 
-def questions(data: Data) -> Iterator[Question]:
-    """Of the held-out examples, in order, what can be asked.
+def questions(data: Data, eval_set: str | None = None) -> Iterator[Question]:
+    """Of the held-out examples, in order, or of those of one set, what can be asked.
 
     Texts, and pieces of a conversation that begin within an answer, ask nothing.
     """
-    held_out = data.held_out
-    for i in range(0 if held_out is None else len(held_out)):
-        assert held_out is not None
-        example = held_out[i]
-        if not example.mask[0]:
-            yield Question(*_cut(example), data.eval_sets[example.source])
+    if data.held_out is None:
+        return
+    first = 0
+    for count, name in zip(data.held_out.counts, data.eval_sets, strict=True):
+        if eval_set in (None, name):
+            for i in range(first, first + count):
+                example = data.held_out[i]
+                if not example.mask[0]:
+                    yield Question(*_cut(example), name)
+        first += count
 
 
 def _cut(example: Example) -> tuple[list[int], list[int]]:
@@ -60,40 +64,48 @@ def matched_questions(section: schema.Eval, data: Data) -> list[Question]:
     """
     if not section.num_exact_match:
         return []
-    asked = list(questions(data))
     found = []
     for name in dict.fromkeys(data.eval_sets):
-        own = [question for question in asked if question.eval_set == name]
+        own = list(islice(questions(data, name), section.num_exact_match))
         if not own:
             which = f"the rows of data.eval_sets {name!r}" if name else "the rows of data.eval_path"
             raise InputError(
                 f"eval.num_exact_match asks held-out prompts, and {which} have none before what is "
                 "learned, as texts have none; set it to 0, or give conversations"
             )
-        found += own[: section.num_exact_match]
+        found += own
     return found
 
 
 def make_matching(
-    section: schema.Eval, split: SplitModel, data: Data, *, rows: int, stop_ids: Sequence[int]
+    section: schema.Eval,
+    split: SplitModel,
+    data: Data,
+    *,
+    rows: int,
+    tokens: int,
+    stop_ids: Sequence[int],
 ) -> Callable[[Weights], dict[str, float]]:
     """Makes `match(weights)`: the share of questions that greedy decoding answers exactly.
 
     An answer is right if it is the expected one token for token and ends where that ends. Where
     what is learned has no token that ends it, as of an example that was cut, it is right if it
-    begins so. A batch of `rows` is given up as soon as none of its answers can be right any more.
+    begins so. A batch is given up as soon as none of its answers can be right any more. It has
+    `rows` answers at most, and no more than have room in `tokens` slots of a cache together.
     """
     asked = matched_questions(section, data)
     wanted = [_wanted(question.expected, stop_ids) for question in asked]
     if not asked:
         return lambda weights: {}
     new = max(map(len, wanted))
+    slots = engine.cache_slots(max(len(q.prompt) for q in asked), new)
+    rows = min(rows, max(tokens // slots, 1))
     options = {
         "max_new_tokens": new,
         "stop_ids": stop_ids,
         "sampling": Sampling(),
         "batch": rows,
-        "cache_size": engine.cache_slots(max(len(q.prompt) for q in asked), new),
+        "cache_size": slots,
     }
 
     def match(weights: Weights) -> dict[str, float]:

@@ -21,11 +21,15 @@ Sums = dict[str, np.ndarray]
 
 def batch_rows(recipe: schema.Recipe, mesh: Mesh | None) -> int:
     """Rows of an evaluation batch: as the recipe says, rounded up to what the mesh divides."""
-    shards = 1 if mesh is None else int(np.prod([mesh.shape[a] for a in sharding.BATCH_AXES]))
+    shards = _shards(mesh)
     wanted = recipe.eval.batch_size or (
         recipe.train.batch_size // recipe.train.gradient_accumulation_steps
     )
     return -(-wanted // shards) * shards
+
+
+def _shards(mesh: Mesh | None) -> int:
+    return 1 if mesh is None else int(np.prod([mesh.shape[a] for a in sharding.BATCH_AXES]))
 
 
 def make_evaluation(
@@ -52,7 +56,10 @@ def make_evaluation(
     step = jax.jit(make_eval_step(split, mesh=mesh, sources=len(held_out.counts)))
     place = build.make_place(mesh, 1)
     size = batch_rows(recipe, mesh)
-    match = make_matching(recipe.eval, split, data, rows=size, stop_ids=stop_ids)
+    # Every device has all rows of the cache, so what it has of a batch of rows is the measure.
+    tokens = size // _shards(mesh) * recipe.data.max_length
+    room = {"rows": size, "tokens": tokens}
+    match = make_matching(recipe.eval, split, data, **room, stop_ids=stop_ids)
     options = {
         "max_length": recipe.data.max_length,
         "batch_size": size,

@@ -157,6 +157,13 @@ def from_first(value: Any) -> Any:
     return json.loads(found)
 
 
+def arrays_of_first(arrays: Any) -> Any:
+    """A pytree of arrays as process 0 has it, in every process; shapes and types must agree."""
+    if jax.process_count() == 1:
+        return arrays
+    return jax.tree.map(lambda array: _gather(array)[0], arrays)
+
+
 def any_of(flag: bool) -> bool:
     """Whether it is true in a process."""
     return bool(_gather(flag).any())

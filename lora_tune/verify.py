@@ -16,6 +16,7 @@ from lora_tune.errors import InputError
 from lora_tune.prepare import Inputs, Training
 from lora_tune.recipe import schema
 from lora_tune.training import loop
+from lora_tune.training.best import Best
 from lora_tune.training.metrics import CLOCK, read_rows
 
 _BASE = {"model.path": str, "model.revision": str}
@@ -100,6 +101,9 @@ class _Unsaved:
 
     def save(self, step: int, state: tuple[Any, Any], **_: Any) -> Path:
         return Path()
+
+    def add_evaluation(self, step: int, evaluation: Mapping[str, float], best: Best | None) -> None:
+        pass
 
 
 def _replay(

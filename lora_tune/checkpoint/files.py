@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from lora_tune.distributed import is_first
 from lora_tune.errors import InputError
+from lora_tune.hf.folder import replace_file
 
 _FORMAT = 1
 # Of reading: reasons that lie not in the checkpoint.
@@ -134,6 +135,18 @@ def read_meta(path: Path) -> Meta:
       Damaged: it cannot be read.
     """
     return _meta(_read_record(path))
+
+
+def change_meta(path: Path, **changes: Any) -> None:
+    """Gives fields of the `Meta` of a checkpoint other values; killed meanwhile, it changes none.
+
+    Raises:
+      Damaged: it cannot be read.
+      OSError: the disk does not take it.
+    """
+    record = _read_record(path)
+    record["meta"] |= changes
+    replace_file(path / "meta" / "metadata", json.dumps(record))
 
 
 def _meta(record: Mapping[str, Any]) -> Meta:

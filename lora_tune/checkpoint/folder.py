@@ -127,6 +127,17 @@ class Checkpoints:
             self._refused(path, error)
         return path
 
+    def add_evaluation(self, step: int, evaluation: Mapping[str, float], best: Best | None) -> None:
+        """Adds to the checkpoint of a step, once it is whole, what was evaluated after it."""
+        self.wait()
+        if not is_first() or not evaluation:
+            return
+        path, record = self.folder / str(step), None if best is None else asdict(best)
+        try:
+            files.change_meta(path, evaluation=dict(evaluation), best=record)
+        except (OSError, InputError, Damaged) as error:
+            self._warn(f"warning: the evaluation of {path} could not be added to it: {error}")
+
     def wait(self) -> None:
         """Waits until the checkpoint that is being written is whole, and removes old ones.
 

@@ -192,7 +192,8 @@ def steps(
         before = drawn
         if step < max_new_tokens:  # it runs while the host looks at the tokens before it
             state, *drawn = program.advance(weights, state, *drawn[:2], step, *draw)
-        found, going, sound = jax.device_get(before)
+        # Every process must end, and give up, after the same token.
+        found, going, sound = distributed.arrays_of_first(jax.device_get(before))
         if not sound:
             raise InputError(_UNSOUND.format(step))
         yield np.where(going, found, -1)[: len(prompts), 0]

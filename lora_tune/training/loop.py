@@ -5,7 +5,8 @@ The first and the last step are logged, and every `log_every`-th. An evaluation 
 first step of a new run, after every `eval_every` steps (0: never between) and at the end, and so
 are sample answers, after every `sample_every`. A checkpoint is written when due, at the end, after
 the step in progress on SIGINT or SIGTERM and, where the `Criterion` says so, after the best
-evaluation so far. A run whose evaluations have not become better for long ends early.
+evaluation so far. A run whose evaluations have not become better for long ends early. At a signal
+the checkpoint comes first, and an evaluation that is due is added to it.
 
 Evaluations, samples and checkpoints wait for the device; otherwise the numbers of a step are
 fetched, checked and logged while the next one runs. No state is saved before its step, and all
@@ -86,6 +87,10 @@ class Saver(AbstractContextManager["Saver"], Protocol):
         """Begins to write a checkpoint and returns its folder; the state may then be donated."""
         ...
 
+    def add_evaluation(self, step: int, evaluation: Mapping[str, float], best: Best | None) -> None:
+        """Adds to the newest checkpoint what was evaluated after it."""
+        ...
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -161,7 +166,7 @@ def run(
     log = _Log(metrics, schedule, total_steps, log_every, counts or {}, gauges)
     evaluate = _Evaluator(eval_fn, log, criterion or Criterion(), best, checkpoints)
     sample = _sampler(sample_fn, log)
-    total_steps = start_step if evaluate.ends else total_steps
+    asked_steps, total_steps = total_steps, start_step if evaluate.ends else total_steps
     key_of, stop_together = _step_keys(seed, opt_state), StopTogether()
     step, saved, stopped = start_step, None, None
     if start_step == 0:
@@ -169,6 +174,18 @@ def run(
         sample(0, trainable, frozen)
 
     numbered = _numbered(data, start_step, total_steps, log)
+
+    def save(step: int, evaluation: Mapping[str, float]) -> Path:
+        with log.paused():
+            return checkpoints.save(
+                step,
+                (trainable, opt_state),
+                position=data.position(step),
+                counts=log.counts,
+                evaluation=evaluation,
+                best=evaluate.best,
+            )
+
     with _signals() as stop, checkpoints, closing(numbered):
         for step, batch in numbered:
             inputs = place(batch), key_of(step)
@@ -188,24 +205,22 @@ def run(
             log.settle(all_steps=looking or sampling or step == start_step + 1)
             if adapter_norms and (looking or step == tripwires.ADAPTERS_MOVE_BY_STEP):
                 tripwires.check_adapters(step, adapter_norms(trainable))
+            saved_first = stopped is not None and evaluating
+            if saved_first:
+                saved = save(step, {})
             found = evaluate(step, trainable, frozen) if evaluating else {}
+            if evaluate.ends:
+                log.last()
             if sampling or evaluate.ends:
                 sample(step, trainable, frozen)
             keeping = evaluate.keeps(found)
-            if saving or evaluate.ends or keeping:
-                now, at = (trainable, opt_state), data.position(step)
-                with log.paused():
-                    saved = checkpoints.save(
-                        step,
-                        now,
-                        position=at,
-                        counts=log.counts,
-                        evaluation=found,
-                        best=evaluate.best,
-                    )
+            if saved_first:
+                checkpoints.add_evaluation(step, found, evaluate.best)
+            elif saving or evaluate.ends or keeping:
+                saved = save(step, found)
             if stopped or evaluate.ends:
                 break
-    early = evaluate.why() if evaluate.ends else None
+    early = evaluate.why() if evaluate.ends and step < asked_steps else None
     interrupted = stopped if step < total_steps and not early else None
     if interrupted:
         metrics.note(f"{interrupted}: stopped after step {step}, saved in {saved}")
@@ -234,6 +249,7 @@ class _Log:
         self._logged = {1, total_steps}
         self._log_every = log_every
         self._pending: deque[tuple[int, Any, Mapping[str, int]]] = deque()
+        self._unlogged: tuple[int, Mapping[str, float]] | None = None
         self._compile_seconds: float | None = None
         self._restart_clock()
 
@@ -260,9 +276,16 @@ class _Log:
             self.counts["total_trained_tokens"] += int(values["trained_tokens"])
             self._window_tokens += int(values["tokens"])
             self._window_steps += 1
+            self._unlogged = step, values
             if step in self._logged or _every(self._log_every, step):
-                self.metrics.write(self._row(step, values))
-                self._restart_clock()
+                self.last()
+
+    def last(self) -> None:
+        """Logs the last step whose numbers are there, if it is not logged yet."""
+        if self._unlogged is not None:
+            self.metrics.write(self._row(*self._unlogged))
+            self._unlogged = None
+            self._restart_clock()
 
     @contextmanager
     def paused(self) -> Iterator[None]:

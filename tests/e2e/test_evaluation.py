@@ -5,6 +5,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -232,6 +233,39 @@ def test_exact_matches_are_those_of_greedy_decoding(recipe: Path, run_folder: Pa
         parts[""] = parts["near"] + parts["far"]
         for name, answers in parts.items():
             assert found[f"eval_{name}_exact_match".replace("__", "_")] == np.mean(answers)
+
+
+def test_few_questions_cost_few_examples_and_no_more_memory_than_a_batch(
+    recipe: Path, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = load_run(run_folder)[1]
+    loaded = recipes.load(str(recipe), ["output_dir=unused", "eval.num_exact_match=3"])
+    data = build_data.make_data(loaded, tokenizer)
+    every = build_answers.matched_questions(loaded.eval, data)
+    assert [question.eval_set for question in every] == ["near"] * 3 + ["far"] * 3
+    taken: list[int] = []
+    take = type(data.held_out).__getitem__
+    monkeypatch.setattr(
+        type(data.held_out), "__getitem__", lambda held, i: taken.append(i) or take(held, i)
+    )
+    assert build_answers.matched_questions(loaded.eval, data) == every
+    assert taken == [0, 1, 2, 5, 6, 7]
+
+    rooms: list[int] = []
+
+    def give_up(graphdef: Any, weights: Any, prompts: list, **options: Any) -> Iterator[np.ndarray]:
+        assert len(prompts) <= options["batch"]
+        rooms.append(options["batch"] * options["cache_size"])
+        return iter([])
+
+    monkeypatch.setattr(build_answers.engine, "steps", give_up)
+    for tokens, batches in ((10**6, 1), (128, 3), (1, 6)):
+        rooms.clear()
+        split: Any = SimpleNamespace(graphdef=None)
+        options = {"rows": 8, "tokens": tokens, "stop_ids": [0]}
+        build_answers.make_matching(loaded.eval, split, data, **options)({})
+        assert len(rooms) == batches
+        assert max(rooms) <= max(tokens, 64), "64 slots are what one row takes"
 
 
 def test_an_answer_is_wrong_that_does_not_end_where_it_should() -> None:

@@ -2,11 +2,13 @@
 """The best evaluation and the end of a run without a better one, over resumes as well."""
 
 import dataclasses
+import os
 import shutil
+import signal
 
 import numpy as np
 import pytest
-from toy_problem import train
+from toy_problem import ToyData, train
 
 from lora_tune.checkpoint.files import read_meta
 from lora_tune.errors import InputError
@@ -151,3 +153,46 @@ def test_what_is_kept_is_the_best_of_what_is_there(tmp_path):
 def test_a_record_of_another_version_is_read_as_far_as_it_is_known():
     record = {"metric": "eval_loss", "value": 0.5, "step": 3, "stale": 1, "unknown": 2}
     assert Best.of(record) == Best("eval_loss", 0.5, 3, 1)
+
+
+def test_a_run_that_makes_all_its_steps_is_not_called_short(tmp_path):
+    """Patience ends with the last evaluation; started again, nothing else is said."""
+    values = [0.5, *[0.9] * 9]
+    for start in (0, 20):
+        outcome = train(
+            tmp_path,
+            total_steps=20,
+            eval_every=2,
+            eval_fn=scripted(values, start),
+            criterion=Criterion("eval_loss", 9),
+        )
+        assert (outcome.step, outcome.stopped_early) == (20, None)
+
+
+def test_the_last_step_of_a_run_that_ends_early_is_logged(tmp_path):
+    assert run(tmp_path, log_every=5).step == 16
+    logged = [row["step"] for row in rows_of(tmp_path) if "loss" in row]
+    assert logged == [1, 5, 10, 15, 16]
+
+
+def test_at_a_signal_the_checkpoint_is_written_before_the_evaluation(tmp_path):
+    class Interrupted(ToyData):
+        def batch(self, step):
+            if step == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().batch(step)
+
+    def evaluate(*_):
+        seen.append(any((tmp_path / "checkpoints").iterdir()))
+        return {"eval_loss": [9.0, 0.9, 0.8][len(seen) - 1]}
+
+    seen: list[bool] = []
+    options = {"total_steps": 20, "eval_every": 2, "criterion": Criterion("eval_loss", 3)}
+    outcome = train(tmp_path, eval_fn=evaluate, data=Interrupted(), **options)
+    assert (outcome.step, outcome.interrupted) == (4, "SIGTERM")
+    assert seen == [False, False, True]
+    meta = read_meta(outcome.checkpoint)
+    assert meta.evaluation == {"eval_loss": 0.8}
+    assert Best.of(meta.best) == Best("eval_loss", 0.8, 4)
+    # What was added is part of a checkpoint that can be read.
+    assert run(tmp_path, start=4).step == 16
