@@ -333,3 +333,27 @@ def test_what_is_exported_is_the_best_checkpoint(
     (tmp_path / "long" / weights).unlink()
     assert cli.main([*words, "eval.every=2", "save.keep=1"]) == 0
     assert (tmp_path / "long" / weights).read_bytes() == expected
+
+
+def test_the_best_of_another_folder_or_of_other_rows_does_not_count(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    told = iter([9.0, 3.0, 6.0, 4.5, 4.6, 7.0])
+    monkeypatch.setattr(
+        build_evaluation, "make_evaluation", lambda *_, **__: lambda *_: {"eval_loss": next(told)}
+    )
+    words = [f"recipe={recipe}", "optim.lr_scheduler_type=constant", "data.eval_sets=[]"]
+    words += ["train.load_best_model_at_end=true", "eval.every=2", "save.keep=1"]
+    near, one = (f"data.eval_path={recipe.parent / name}.jsonl" for name in ("near", "one"))
+    first, then = tmp_path / "first", tmp_path / "then"
+    assert cli.main([*words, near, f"output_dir={first}", "train.max_steps=4"]) == 0
+    # 4.5 after step 6 is no better than 3.0 after step 2, which is not in this folder.
+    words.append(f"output_dir={then}")
+    assert cli.main([*words, near, f"train.resume={first}", "train.max_steps=8"]) == 0
+    assert "what is exported is of step 6, the best by eval_loss" in capsys.readouterr().out
+    assert {path.name for path in (then / "checkpoints").iterdir()} == {"6", "8"}
+    assert cli.main([*words, one, "train.max_steps=10"]) == 0
+    said = capsys.readouterr().out
+    assert "evaluations up to step 8 were made on other held-out rows" in said
+    assert "what is exported is of step" not in said
+    assert "Step 10, the best by" in (then / "adapter" / "README.md").read_text(encoding="utf-8")
