@@ -8,8 +8,8 @@ are host memory on a CPU): of all resident pages (`VmHWM`), mapped files among t
 that are no file's (`RssAnon`, looked at every 5 ms). Beside each there is a plain copy of the same
 files, taken right after: load against copying, merge against copying with every file synced, as
 the merge does. `--cold` drops the files from the page cache before each. A virtual machine may be
-slow to give memory that it has not given before, which a copy does not need: the first line says
-how slow, and the load begins after it.
+slow to give memory that it has not given before, or has taken back: the first line says how slow.
+Load, merge and copy alike begin right after as much of it was touched and let go.
 
     python benchmarks/load_merge.py
     python benchmarks/load_merge.py --gigabytes 1 --shards 4 --repeats 1
@@ -127,7 +127,7 @@ def _status() -> dict[str, int]:
 
 def load(folder: Path, out: Path) -> dict[str, float]:
     jax.devices()
-    touch_pages(sum(file.stat().st_size for file in folder.glob("*.safetensors")))
+    touch_pages(size_of(folder))
     with Memory() as memory:
         started = time.perf_counter()
         model = build.load_weights(abstract(folder), mesh=None)
@@ -152,11 +152,16 @@ def merge(folder: Path, out: Path, *, experts: bool) -> dict[str, float]:
     for path, stack in adapted_stacks(leaves, lora).items():
         a, b = (np.full(s, 0.01, np.float32) for s in factor_shapes(by_path[path], stack.r))
         arrays |= {(*path[:-1], A): a, (*path[:-1], B): b, (*path[:-1], SCALE): stack.scales}
+    touch_pages(size_of(folder))
     with Memory() as memory:
         started = time.perf_counter()
         save_merged(arrays, leaves, model.family, folder, out)
         seconds = time.perf_counter() - started
     return {"seconds": seconds, "resident": memory.resident, "anonymous": memory.anonymous}
+
+
+def size_of(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def touch_pages(size: int) -> None:
@@ -165,7 +170,7 @@ def touch_pages(size: int) -> None:
 
 def touch(folder: Path, out: Path) -> dict[str, float]:
     """Nothing but as much fresh memory as loading needs, which some machines are slow to give."""
-    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    size = size_of(folder)
     with Memory() as memory:
         started = time.perf_counter()
         touch_pages(size)
@@ -182,6 +187,7 @@ WORK: dict[str, Callable[[Path, Path], dict[str, float]]] = {
 
 
 def copy(folder: Path, out: Path, *, synced: bool) -> float:
+    touch_pages(size_of(folder))
     started = time.perf_counter()
     out.mkdir()
     for file in sorted(folder.iterdir()):
@@ -241,7 +247,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.scratch) as place:
         scratch = Path(place)
         make(scratch / "base", gigabytes=args.gigabytes, shards=args.shards)
-        size = sum(f.stat().st_size for f in (scratch / "base").glob("*.safetensors"))
+        size = size_of(scratch / "base")
         largest = max(f.stat().st_size for f in (scratch / "base").glob("*.safetensors"))
         cache = "cold" if args.cold else "warm"
         print(f"{size / 1e9:.2f} GB, largest shard {largest / 1e9:.2f} GB, {cache} page cache\n")

@@ -95,7 +95,7 @@ def collect_adapters(
         found = [distributed.fetch(arrays[path]) for path in beside if path in arrays]
         if found:
             _check_shapes(leaf, found)
-            a, b, scale = (array.astype(np.float32) for array in found)
+            a, b, scale = (array.astype(np.float32, copy=False) for array in found)
             adapters[leaf.path] = Adapter(leaf, a, b, scale)
     return adapters
 

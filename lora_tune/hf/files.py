@@ -164,7 +164,9 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         with path.open("rb") as file:
-            raw = file.read(_MOST_JSON + 1)
+            size = os.fstat(file.fileno()).st_size
+            # As much memory is taken as is asked for.
+            raw = file.read(min(size, _MOST_JSON) + 1)
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from error
     if len(raw) > _MOST_JSON:

@@ -191,7 +191,8 @@ class Loader:
         width = stored.itemsize * math.prod(tensor.shape[1:])
         for low, high in row_ranges((len(target), *tensor.shape[1:]), stored.itemsize, CHUNK):
             first = rows.start + low
-            raw = self._reader.read(tensor, first * width, (rows.start + high) * width)
+            last = rows.start + high
+            raw = self._reader.read(tensor, first * width, last * width, passing=True)
             values = raw.view(stored).reshape(high - low, *tensor.shape[1:])
             part = np.ascontiguousarray(values[(slice(None), *columns)])
             with np.errstate(over="ignore"):  # an overflow is reported by name

@@ -9,11 +9,13 @@ import contextlib
 import dataclasses
 import math
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+from threadpoolctl import threadpool_limits
 
 from lora_tune.errors import InputError
 from lora_tune.hf.adapters import Adapter
@@ -32,10 +34,9 @@ from lora_tune.hf.tensors import (
 )
 
 Cell = tuple[Adapter, tuple[int, ...]]
-_PRODUCT = 2**18
-"""Multiplications that are done at a time: OpenBLAS, which numpy brings, takes one thread up to
-here. With more, its threads and ours wait for each other and a merge is many times slower; and
-what is computed, 64 kB in float32 at rank 16, stays in the cache."""
+_VALUES = 2**17
+"""Values that are computed at a time: few enough for a core's cache, and enough that the threads
+spend their time in numpy rather than in waiting for the interpreter's lock."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +130,7 @@ class Merger:
     ) -> None:
         self._base, self._changes, self._reader = base, changes, reader
         self._pool, self._tell = pool, tell
+        self._sums = _Sums()
         self._worst, self._not_finite = 0.0, dict[str, None]()
 
     def write(self, outputs: Sequence[Output], folder: Path) -> MergeReport:
@@ -138,7 +140,9 @@ class Merger:
           InputError: a base file cannot be read, or a merged value is not finite.
           OSError: a file cannot be written.
         """
-        with ThreadPoolExecutor(1, "lora_tune_sync") as syncing:
+        # The threads of a product and ours would wait for each other.
+        one_each = threadpool_limits(1, "blas")
+        with one_each, ThreadPoolExecutor(1, "lora_tune_sync") as syncing:
             behind: Future[None] | None = None
             for output in outputs:
                 with (folder / output.name).open("xb") as out:
@@ -180,42 +184,65 @@ class Merger:
     def _bytes_of(self, piece: _Piece) -> tuple[np.ndarray, float]:
         """What is to be written, uint8, and the largest error of rounding in it."""
         tensor = piece.tensor
-        raw = self._reader.read(tensor, piece.start, piece.stop)
+        raw = self._reader.read(tensor, piece.start, piece.stop, passing=True)
         if tensor.dtype not in DTYPES:
             return raw, 0.0
         values = raw.view(DTYPES[tensor.dtype])
         if piece.cell is not None:
             rows = values.reshape(-1, tensor.shape[-1])
             first = piece.start // max(1, rows.itemsize * rows.shape[1])
-            return raw, _merge(tensor, rows, first, piece.cell)
+            return raw, self._sums.add(tensor, rows, first, piece.cell)
         if not all_finite(values):
             self._not_finite[tensor.stored] = None
         return raw, 0.0
 
 
-def _merge(tensor: Tensor, rows: np.ndarray, first: int, cell: Cell) -> float:
-    """Adds an adapter to rows of a tensor, in place, from row `first` of it on."""
-    adapter, place = cell
-    a, b, scale = adapter.factors(place)
-    kind = np.promote_types(np.float32, rows.dtype)
-    a, b = a.astype(kind, copy=False), b.astype(kind, copy=False)
-    worst = 0.0
-    for low, high in row_ranges(rows.shape, len(b), _PRODUCT):
-        part = rows[low:high]
-        # Only projections carry adapters, and Hugging Face has their kernels transposed. Products
-        # in that layout, and sums in place, take half the time.
-        with np.errstate(over="ignore", invalid="ignore"):  # reported below, by name
-            exact = b[:, first + low : first + high].T @ a.T
-            exact *= kind.type(scale)
-            exact += part
-            merged = exact.astype(part.dtype)
-            exact -= merged
-        rounding = max(float(exact.max(initial=0.0)), -float(exact.min(initial=0.0)))
-        if not np.isfinite(rounding):
-            raise InputError(_not_finite(tensor, part))
-        part[...] = merged
-        worst = max(worst, rounding)
-    return worst
+class _Sums(threading.local):
+    """Adds adapters to rows, in memory that a thread keeps."""
+
+    def __init__(self) -> None:
+        self._exact, self._merged = np.empty(0, np.uint8), np.empty(0, np.uint8)
+
+    def add(self, tensor: Tensor, rows: np.ndarray, first: int, cell: Cell) -> float:
+        """Adds an adapter to rows of a tensor, in place, from row `first` of it on.
+
+        Returns:
+          The largest error of rounding.
+        """
+        adapter, place = cell
+        a, b, scale = adapter.factors(place)
+        kind = np.promote_types(np.float32, rows.dtype)
+        a, b = a.astype(kind, copy=False), b.astype(kind, copy=False)
+        worst = 0.0
+        for low, high in row_ranges(rows.shape, 1, _VALUES):
+            part = rows[low:high]
+            exact, merged = self._room(part.shape, kind, part.dtype)
+            # Only projections carry adapters, and Hugging Face has their kernels transposed.
+            # Products in that layout, and sums in place, take half the time.
+            with np.errstate(over="ignore", invalid="ignore"):  # reported below, by name
+                np.matmul(b[:, first + low : first + high].T, a.T, out=exact)
+                exact *= kind.type(scale)
+                exact += part
+                np.copyto(merged, exact, casting="unsafe")
+                exact -= merged
+            rounding = max(float(exact.max(initial=0.0)), -float(exact.min(initial=0.0)))
+            if not np.isfinite(rounding):
+                raise InputError(_not_finite(tensor, part))
+            part[...] = merged
+            worst = max(worst, rounding)
+        return worst
+
+    def _room(
+        self, shape: tuple[int, ...], kind: np.dtype, stored: np.dtype
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Two arrays of a shape, whose values the next call writes over."""
+        count = math.prod(shape)
+        if self._exact.size < count * kind.itemsize:
+            self._exact = np.empty(count * kind.itemsize, np.uint8)
+        if self._merged.size < count * stored.itemsize:
+            self._merged = np.empty(count * stored.itemsize, np.uint8)
+        exact = self._exact[: count * kind.itemsize].view(kind).reshape(shape)
+        return exact, self._merged[: count * stored.itemsize].view(stored).reshape(shape)
 
 
 def _not_finite(tensor: Tensor, base: np.ndarray) -> str:

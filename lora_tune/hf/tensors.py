@@ -109,6 +109,7 @@ class Reader:
     def __init__(self) -> None:
         self._open: dict[Path, int] = {}
         self._lock = threading.Lock()
+        self._own = threading.local()
 
     def __enter__(self) -> "Reader":
         return self
@@ -118,14 +119,19 @@ class Reader:
             os.close(descriptor)
         self._open.clear()
 
-    def read(self, tensor: Tensor, start: int = 0, stop: int | None = None) -> np.ndarray:
+    def read(
+        self, tensor: Tensor, start: int = 0, stop: int | None = None, *, passing: bool = False
+    ) -> np.ndarray:
         """Bytes `start` to `stop` of a tensor (to its end if None), uint8.
+
+        With `passing` they are in memory of this thread, which its next such call writes over:
+        fresh memory may take longer to come than what is read into it.
 
         Raises:
           InputError: the file cannot be read, or is shorter than it was.
         """
         size = (tensor.nbytes if stop is None else stop) - start
-        out = np.empty(size, np.uint8)
+        out = self._room(size) if passing else np.empty(size, np.uint8)
         if size:
             try:
                 got = _fill(self._descriptor(tensor.file), out.data, tensor.start + start)
@@ -138,6 +144,11 @@ class Reader:
                     "opened; let nothing write to the folder, then run the same command again"
                 )
         return out
+
+    def _room(self, size: int) -> np.ndarray:
+        if getattr(self._own, "room", np.empty(0)).size < size:
+            self._own.room = np.empty(size, np.uint8)
+        return self._own.room[:size]
 
     def _descriptor(self, file: Path) -> int:
         with self._lock:
