@@ -173,6 +173,8 @@ def test_run_folders(place: Path, tmp_path: Path, data: st.DataObject) -> None:
     command("report", f"run={tmp_path}")
 
 
+# What a read that failed has left to say goes to an event loop of Orbax that is closed by then.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @examples(0.1)
 @given(data=st.data())
 def test_checkpoints(place: Path, tmp_path: Path, data: st.DataObject) -> None:
