@@ -171,7 +171,11 @@ def _read(
             targets[module] = _target(module, found, settings, model_type)
         except ValueError as error:
             problems.append(f"{module}: {error}")
-    raise_listed(where, problems + _incomplete_experts(found, universe))
+    said = f"{folder}: {CONFIG_FILE} does not say what {WEIGHTS_FILE} holds; correct it"
+    unnamed = [f"no target is called as {m} is" for m in found if not settings.names(m)]
+    raise_listed(said, problems, most=3)
+    raise_listed(where, _incomplete_experts(found, universe))
+    raise_listed(said, unnamed, most=3)
     if not targets:
         raise InputError(f"{folder / WEIGHTS_FILE}: holds no adapter")
     return settings, found, targets
@@ -360,7 +364,7 @@ def _target(module: str, found: Mapping[str, Found], settings: Settings, model_t
                 else sum(len(found[m].a) if m in found else r for m in both)
             )
     if target.r != held:
-        raise ValueError(f"rank {held}, but {CONFIG_FILE} says {target.r}")
+        raise ValueError(f"its rank is {held}, by r and rank_pattern {target.r}")
     return Target(r, alpha_for(target.scale, r, settings.use_rslora), target.scale)
 
 

@@ -160,6 +160,7 @@ class Settings:
     """What an `adapter_config.json` says about ranks, scales and the base.
 
     With `transposes_fused` it was written by a PEFT that transposed the update of fused experts.
+    `modules` is a list in `target_modules`, None for an expression or none.
     """
 
     r: int
@@ -172,6 +173,7 @@ class Settings:
     transposes_fused: bool = False
     base: str | None = None
     revision: str | None = None
+    modules: tuple[str, ...] | None = None
 
     def target(self, name: str) -> Target:
         """Rank, alpha and scale that PEFT gives to a module, or to a parameter it targets."""
@@ -189,6 +191,16 @@ class Settings:
     def lists(self, parameter: str) -> bool:
         """Whether `target_parameters` names this parameter."""
         return any(list_matches(item, parameter) for item in self.parameters)
+
+    def names(self, module: str) -> bool:
+        """Whether a target has this module's last name; others PEFT would leave without adapter."""
+        if self.modules is None:
+            return True
+        last = {name.removesuffix(".weight").rpartition(".")[2] for name in self.parameters}
+        last |= {name.rpartition(".")[2] for name in self.modules}
+        if "gate_up_proj" in last:
+            last |= {"gate_proj", "up_proj"}
+        return module.rpartition(".")[2] in last
 
     def _look_up(self, name: str, factor: int) -> Target:
         r = int(pattern_value(self.rank_pattern, name, factor * self.r))
@@ -210,6 +222,10 @@ def _is_alpha(value: Any) -> bool:
 
 def _is_pattern(value: Any, of: Callable[[Any], bool]) -> bool:
     return isinstance(value, dict) and all(map(of, value.values())) and all(map(_compiles, value))
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
 def _compiles(pattern: str) -> bool:
@@ -234,9 +250,10 @@ _FORMS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: _is_pattern(value, _is_alpha),
         "an object with a number > 0 for each regular expression",
     ),
-    "target_parameters": (
-        lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
-        "a list of names",
+    "target_parameters": (_is_names, "a list of names"),
+    "target_modules": (
+        lambda value: isinstance(value, str) or _is_names(value),
+        "a list of names or a regular expression",
     ),
     "base_model_name_or_path": (lambda value: isinstance(value, str), "a text"),
     "revision": (lambda value: isinstance(value, str), "a text"),
@@ -276,6 +293,7 @@ def read_config(folder: FilePath) -> Settings:
         transposes_fused=_is_before(raw.get("peft_version"), _STRAIGHT_SINCE),
         base=raw.get("base_model_name_or_path"),
         revision=raw.get("revision"),
+        modules=tuple(listed) if isinstance(listed := raw.get("target_modules"), list) else None,
     )
 
 

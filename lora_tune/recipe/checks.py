@@ -10,7 +10,7 @@ from typing import Any
 
 from lora_tune.errors import InputError
 from lora_tune.hf.shards import shard_bytes
-from lora_tune.recipe.figures import figures
+from lora_tune.recipe.figures import EXACT_MATCH, figures
 from lora_tune.recipe.schema import Data, Log, Mesh, Recipe
 from lora_tune.secrets import held_in
 
@@ -285,7 +285,7 @@ def _reports(recipe: Recipe) -> Iterator[str]:
     if not held_out:
         for key in ("every", "batch_size", "num_exact_match", "num_samples"):
             if getattr(recipe.eval, key):
-                yield f"eval.{key} needs held-out rows; set data.eval_path"
+                yield f"eval.{key} needs held-out rows; set data.eval_path or data.eval_sets"
     if recipe.eval.samples_every and not recipe.eval.num_samples:
         keys = "eval.num_samples"
         if not held_out:
@@ -299,6 +299,8 @@ def _best_model(recipe: Recipe) -> Iterator[str]:
     if train.metric_for_best_model not in known:
         close = get_close_matches(train.metric_for_best_model, known, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
+        if train.metric_for_best_model.endswith(EXACT_MATCH) and not recipe.eval.num_exact_match:
+            hint = "; set eval.num_exact_match for it"
         yield (
             f"train.metric_for_best_model must be a figure of evaluations ({', '.join(known)}), "
             f"got {train.metric_for_best_model!r}{hint}"
@@ -317,7 +319,10 @@ def _best_model(recipe: Recipe) -> Iterator[str]:
         if not getattr(train, key):
             continue
         if not recipe.data.all_eval_sets():
-            yield f"train.{key} needs held-out rows; set data.eval_path and eval.every"
+            yield (
+                f"train.{key} needs held-out rows; set data.eval_path or data.eval_sets, and "
+                "eval.every"
+            )
         elif not recipe.eval.every:
             yield f"train.{key} needs evaluations during training; set eval.every"
 

@@ -274,7 +274,13 @@ def edit(folder, **fields):
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
         ({"r": 0}, "r=0"),
         ({"lora_alpha": None}, "lora_alpha=None"),
-        ({"r": 3}, "rank 2, but adapter_config.json says 3"),
+        ({"r": 3}, "its rank is 2, by r and rank_pattern 3"),
+        ({"target_modules": ["nope"]}, "no target is called as model.layers."),
+        ({"target_modules": [3]}, "target_modules=[3]"),
+        ({"alpha_pattern": {"(": 2}}, "alpha_pattern={'(': 2}"),
+        ({"rank_pattern": [2]}, "rank_pattern=[2]"),
+        ({"lora_dropout": " "}, "lora_dropout=' '"),
+        ({"base_model_name_or_path": 5}, "base_model_name_or_path=5"),
     ],
 )
 def test_adapters_that_are_not_plain_lora_are_refused(plain, leaves, fields, part):

@@ -297,7 +297,8 @@ def test_wrong_types(smallest: str, override: str, said: str) -> None:
         (["train.early_stopping_patience=0"], "train.early_stopping_patience must be at least 1"),
         (
             ["train.early_stopping_patience=2"],
-            "train.early_stopping_patience needs held-out rows; set data.eval_path and eval.every",
+            "train.early_stopping_patience needs held-out rows; set data.eval_path or "
+            "data.eval_sets, and eval.every",
         ),
         (
             ["train.early_stopping_patience=2", "data.eval_path=a"],
@@ -308,6 +309,10 @@ def test_wrong_types(smallest: str, override: str, said: str) -> None:
             "train.early_stopping_threshold has no effect without train.early_stopping_patience",
         ),
         (["train.early_stopping_threshold=-1"], "train.early_stopping_threshold must be at least"),
+        (
+            ["train.metric_for_best_model=eval_exact_match", "data.eval_path=a"],
+            "got 'eval_exact_match'; set eval.num_exact_match for it",
+        ),
         (["train.load_best_model_at_end=true"], "needs held-out rows; set data.eval_path"),
         (
             ["train.load_best_model_at_end=true", "data.eval_path=a", "save.adapter=false"],
