@@ -72,6 +72,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def spoil(path: Path, data: st.DataObject) -> None:
+    """Changes a file: values of a JSON tree, or the text."""
+    if path.suffix == ".json" and data.draw(st.booleans()):
+        tree = json.loads(path.read_text())
+        path.write_text(json.dumps(data.draw(spoilt_tree(st.just(tree)))))
+    else:
+        path.write_bytes(data.draw(spoilt_text(st.just(path.read_text()))))
+
+
 @examples(1.0)
 @given(text=spoilt_text(st.sampled_from(SHIPPED)))
 def test_recipes_as_text(tmp_path: Path, text: bytes) -> None:
@@ -124,11 +133,7 @@ def test_tokenizers_and_templates(place: Path, tmp_path: Path, data: st.DataObje
     model = tmp_path / "model"
     shutil.copytree(place / "model", model, dirs_exist_ok=True)
     path = model / data.draw(st.sampled_from(files))
-    if path.suffix == ".json" and data.draw(st.booleans()):
-        tree = json.loads(path.read_text())
-        path.write_text(json.dumps(data.draw(spoilt_tree(st.just(tree)))))
-    else:
-        path.write_bytes(data.draw(spoilt_text(st.just(path.read_text()))))
+    spoil(path, data)
     command(
         "data",
         f"recipe={place / 'recipe.yaml'}",
@@ -165,11 +170,7 @@ def test_run_folders(place: Path, tmp_path: Path, data: st.DataObject) -> None:
     for name in RUN_FILES:
         shutil.copyfile(place / "run" / name, tmp_path / name)
     path = tmp_path / data.draw(st.sampled_from(RUN_FILES))
-    if path.suffix == ".json" and data.draw(st.booleans()):
-        tree = json.loads(path.read_text())
-        path.write_text(json.dumps(data.draw(spoilt_tree(st.just(tree)))))
-    else:
-        path.write_bytes(data.draw(spoilt_text(st.just(path.read_text()))))
+    spoil(path, data)
     command("report", f"run={tmp_path}")
 
 
