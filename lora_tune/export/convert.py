@@ -49,7 +49,7 @@ def convert(pairs: words.Pairs) -> None:
         )
     check_apart(new, old)
     check_replaceable(new, kind="adapter")
-    lora, adapters = load_adapter(old, leaves, model_type=model_type)
+    lora, adapters = load_adapter(old, leaves, model_type=model_type, named=True)
     modules = list(resolve(lora, adaptable_modules(leaves)))
     routed = sum(split_expert(module) is not None for module in modules)
     if not routed:

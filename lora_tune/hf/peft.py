@@ -132,7 +132,7 @@ def read_pairs(
 
 
 def load_adapter(
-    folder: FilePath | str, leaves: Sequence[Leaf], *, model_type: str
+    folder: FilePath | str, leaves: Sequence[Leaf], *, model_type: str, named: bool = False
 ) -> tuple[LoraConfig, dict[Path, Adapter]]:
     """Reads a plain LoRA adapter, one of ours or any that PEFT saved.
 
@@ -143,6 +143,8 @@ def load_adapter(
       folder: `adapter_config.json` and `adapter_model.safetensors`.
       leaves: the bound table of the model.
       model_type: that of the base's `config.json`.
+      named: whether a module that no target names, which PEFT leaves without its adapter, is an
+        error; otherwise the tensors decide.
 
     Returns:
       A configuration that resolves to exactly the adapters found, and the adapters in float32 by
@@ -153,6 +155,9 @@ def load_adapter(
         missing its partner, mis-shaped or not finite; all named at once.
     """
     settings, found, targets = _read(FilePath(folder), leaves, model_type)
+    if named:
+        unnamed = [f"no target is called as {m} is" for m in found if not settings.names(m)]
+        raise_listed(_disagree(FilePath(folder)), unnamed, most=3)
     return describe(targets, adaptable_modules(leaves), settings), _stack(found, targets, leaves)
 
 
@@ -171,14 +176,15 @@ def _read(
             targets[module] = _target(module, found, settings, model_type)
         except ValueError as error:
             problems.append(f"{module}: {error}")
-    said = f"{folder}: {CONFIG_FILE} does not say what {WEIGHTS_FILE} holds; correct it"
-    unnamed = [f"no target is called as {m} is" for m in found if not settings.names(m)]
-    raise_listed(said, problems, most=3)
+    raise_listed(_disagree(folder), problems, most=3)
     raise_listed(where, _incomplete_experts(found, universe))
-    raise_listed(said, unnamed, most=3)
     if not targets:
         raise InputError(f"{folder / WEIGHTS_FILE}: holds no adapter")
     return settings, found, targets
+
+
+def _disagree(folder: FilePath) -> str:
+    return f"{folder}: {CONFIG_FILE} does not say what {WEIGHTS_FILE} holds; correct it"
 
 
 def adapter_arrays(adapters: Mapping[Path, Adapter]) -> dict[Path, np.ndarray]:

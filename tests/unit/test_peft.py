@@ -286,7 +286,7 @@ def edit(folder, **fields):
 def test_adapters_that_are_not_plain_lora_are_refused(plain, leaves, fields, part):
     edit(plain, **fields)
     with pytest.raises(InputError) as caught:
-        load_adapter(plain, leaves, model_type="qwen3_next")
+        load_adapter(plain, leaves, model_type="qwen3_next", named=True)
     assert part in str(caught.value)
 
 
