@@ -217,7 +217,8 @@ def test_a_process_that_cannot_write_ends_the_others(recipe: Path, tmp_path: Pat
     (folder / "checkpoints").write_text("in the way")
     for status, output in processes.wait(timeout=300):
         assert status != 0, output
-    assert time.monotonic() - begun < 90
+    # 34 s where nothing else runs; the others' tests have the same cores.
+    assert time.monotonic() - begun < 180
 
 
 def test_all_or_nothing_is_said_of_how_to_join(recipe: Path, tmp_path: Path) -> None:
