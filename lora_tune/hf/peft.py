@@ -152,7 +152,8 @@ def load_adapter(
 
     Raises:
       InputError: DoRA, biases, saved modules or other extensions; a tensor that is unknown,
-        missing its partner, mis-shaped or not finite; all named at once.
+        missing its partner, mis-shaped or not finite; a rank other than the configuration's; with
+        `named` also a module that no target names.
     """
     settings, found, targets = _read(FilePath(folder), leaves, model_type)
     if named:
