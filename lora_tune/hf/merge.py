@@ -34,9 +34,9 @@ from lora_tune.hf.tensors import (
 )
 
 Cell = tuple[Adapter, tuple[int, ...]]
-_VALUES = 2**17
-"""Values that are computed at a time: few enough for a core's cache, and enough that the threads
-spend their time in numpy rather than in waiting for the interpreter's lock."""
+_VALUES = 2**19
+"""Values that are computed at a time: a few MB, and enough that the threads spend their time in
+numpy rather than in waiting for the interpreter's lock."""
 
 
 @dataclasses.dataclass(frozen=True)
