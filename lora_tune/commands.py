@@ -12,8 +12,9 @@ import signal
 import sys
 import threading
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, get_type_hints
 
 from lora_tune import api, build, recipe, words
@@ -236,26 +237,29 @@ def _lines() -> Iterator[str]:
 
 @contextlib.contextmanager
 def _shown() -> Iterator[Stream]:
-    """A stream that prints answers; Ctrl-C, which is raised, ends the line that it came in."""
-    interrupted = threading.Event()
+    """A stream that prints answers; a signal that is raised ends the line that it came in."""
+    come: list[int] = []
 
-    def interrupt(*_: Any) -> None:
-        interrupted.set()
-        raise KeyboardInterrupt
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        come.append(number)
+        before[number](number, frame)
 
     def show(_: int, piece: str) -> None:
-        if interrupted.is_set():  # raised in a callback of jax, which drops exceptions
-            raise KeyboardInterrupt
+        if come:  # raised in a callback of jax, which drops exceptions
+            raise KeyboardInterrupt(come[0])
         print(piece, end="", flush=True)
 
-    before = signal.getsignal(signal.SIGINT)
-    if before == signal.default_int_handler:
-        signal.signal(signal.SIGINT, interrupt)
+    before: dict[int, Callable[[int, FrameType | None], Any]] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if callable(handler := signal.getsignal(number)):
+                before[number] = handler
+                signal.signal(number, interrupt)
     try:
         yield show
     except KeyboardInterrupt:
         print(flush=True)
         raise
     finally:
-        if before == signal.default_int_handler:
-            signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -409,6 +409,11 @@ def checkpoint_of(resume: str) -> Path:
             return folder / str(steps[-1])
     if path.name.isdecimal() and path.is_dir():
         return path
+    if path.name.isdecimal() and (steps := steps_in(path.parent)):
+        raise InputError(
+            f"train.resume: {path.parent} has no checkpoint {path.name}, but of the steps "
+            f"{', '.join(map(str, steps))}"
+        )
     raise InputError(
         f"train.resume: expected auto, never, a run folder with checkpoints, or one checkpoint "
         f"(RUN/checkpoints/STEP), got {resume!r}, which is none of these"

@@ -46,6 +46,8 @@ def verify_resume(pairs: words.Pairs) -> str | None:
     recipe = recipes.load(str(folder / "recipe.yaml"), overrides)
     logged = {row["step"]: row for row in read_rows(folder / "metrics.jsonl") if "loss" in row}
     start = _start(folder, sorted(logged), last)
+    if (fewer := sum(step > start for step in logged)) < last:
+        print(f"only {fewer} logged steps come after a checkpoint that is there (last={last})")
     replayed = _replay(recipe, folder, start, max(logged))
     wanted = {step: row for step, row in logged.items() if step > start}
     return _compare(wanted, replayed)
@@ -84,6 +86,8 @@ class _Collected:
 
 class _Unsaved:
     """A saver for a loop that leaves no trace."""
+
+    stopping = "finishing this step"
 
     def __enter__(self) -> "_Unsaved":
         return self

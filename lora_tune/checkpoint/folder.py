@@ -41,6 +41,8 @@ class Checkpoints:
       warn: receives one sentence whenever a checkpoint has to be passed over.
     """
 
+    stopping = "finishing this step, then saving"
+
     def __init__(
         self,
         folder: Path | str,

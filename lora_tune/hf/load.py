@@ -30,8 +30,9 @@ from lora_tune.hf.tensors import (
 from lora_tune.progress import Progress, counted
 
 _HEAD, _EMBEDDING = "lm_head.kernel", "embed_tokens.embedding"
-_VALUES = 2**18
-"""Values that are transposed at a time: few enough for a core's cache."""
+_VALUES = 2**19
+"""Values that are transposed at a time: a few MB, and enough that the threads seldom wait for the
+interpreter's lock."""
 _GAP = 32
 """Values between two rows that are to be transposed."""
 

@@ -66,6 +66,9 @@ class Saver(AbstractContextManager["Saver"], Protocol):
     Leaving it as a context waits until the checkpoint that is being written is whole.
     """
 
+    stopping: str
+    """What a run that is asked to stop does, in words."""
+
     def due(self, step: int) -> bool:
         """Whether to save after this step."""
         ...
@@ -186,7 +189,7 @@ def run(
                 best=evaluate.best,
             )
 
-    with _signals() as stop, checkpoints, closing(numbered):
+    with _signals(checkpoints.stopping) as stop, checkpoints, closing(numbered):
         for step, batch in numbered:
             inputs = place(batch), key_of(step)
             if step == start_step + 1:
@@ -469,8 +472,11 @@ class _Stop:
 
 
 @contextmanager
-def _signals() -> Iterator[_Stop]:
-    """Turns the first SIGINT or SIGTERM into a request; the system ends the program at a second."""
+def _signals(stopping: str) -> Iterator[_Stop]:
+    """Turns the first SIGINT or SIGTERM into a request; the system ends the program at a second.
+
+    `stopping` says what the request makes the run do.
+    """
     stop = _Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop
@@ -484,7 +490,7 @@ def _signals() -> Iterator[_Stop]:
             os.write(2, f"\n{stop.name}: stopped while compiling, nothing to save\n".encode())
             raise KeyboardInterrupt(number)
         # Printing is not safe in a signal handler, a plain write is.
-        os.write(2, f"\n{stop.name}: finishing this step, then saving\n".encode())
+        os.write(2, f"\n{stop.name}: {stopping}\n".encode())
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -241,9 +241,11 @@ def test_the_end_of_a_run_is_verified_and_the_run_is_left_alone(
     start = int(out.partition("from step ")[2].split()[0]) - 1
     assert start in Run(whole, whole).saved()
     assert f"{STEPS - start} of {STEPS - start} logged steps are the same, bit for bit" in out
+    assert "only" not in out
     # More than the checkpoints go back: from the very beginning.
-    status, out, err = verified(whole, STEPS)
+    status, out, err = verified(whole, STEPS + 1)
     assert status == 0, err
+    assert f"only {STEPS} logged steps come after a checkpoint" in out
     assert f"{STEPS} of {STEPS} logged steps are the same" in out
     assert tree_of(whole) == before
 
@@ -284,6 +286,10 @@ def test_a_run_goes_on_from_the_checkpoint_of_another(
         assert "train.resume: expected auto, never, a run folder with checkpoints" in err
         assert repr(wrong) in err
         assert not (tmp_path / "new").exists()
+    wrong = whole / "checkpoints" / "99"
+    assert cli.main([*arguments[:1], place, f"train.resume={wrong}"]) == 2
+    steps = ", ".join(map(str, Run(recipe, whole).saved()))
+    assert f"has no checkpoint 99, but of the steps {steps}" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -307,7 +313,7 @@ def test_a_folder_is_used_by_one_run_at_a_time(
 
 
 def test_an_interrupt_of_a_verification_is_no_difference(
-    whole: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    whole: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     real = loop._numbered
 
@@ -323,4 +329,6 @@ def test_an_interrupt_of_a_verification_is_no_difference(
     real_replay = verify._replay
     monkeypatch.setattr(verify, "_replay", lambda *a: real_replay(*a[:3], STEPS + 1))
     assert cli.main(["verify-resume", f"run={whole}"]) == 143
-    assert "not what was logged" not in capsys.readouterr().err
+    err = capfd.readouterr().err
+    assert "not what was logged" not in err
+    assert "SIGTERM: finishing this step\n" in err
