@@ -29,7 +29,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "e2e")]
 import datasets  # noqa: E402, F401  what a run imports late
 import jax  # noqa: E402
 import orbax.checkpoint  # noqa: E402, F401
-import transformers  # noqa: E402, F401
 from small_run import (  # noqa: E402
     leftovers,
     rows_of,
@@ -38,6 +37,7 @@ from small_run import (  # noqa: E402
     write_model,
     write_recipe,
 )
+from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: E402, F401
 
 from lora_tune import api, cli, compiled  # noqa: E402, F401
 
