@@ -4,7 +4,6 @@
 Nothing heavy is imported before it is known to be needed, so that help answers at once.
 """
 
-import contextlib
 import gc
 import io
 import os
@@ -12,7 +11,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 
 from lora_tune import __version__, machine, usage
@@ -40,8 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")  # an answer may be in any script
     try:
-        with _terminated():
-            status = _dispatch(arguments) or 0
+        status = _dispatch(arguments) or 0
         print(end="", flush=True)
         return status
     except TripwireError as error:
@@ -61,28 +59,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if said is None:
             raise
         return _end(error, _fail(said[0], status=said[1]))
-
-
-@contextlib.contextmanager
-def _terminated() -> Iterator[None]:
-    """SIGTERM ends a command as Ctrl-C does, so that nothing half-written stays; a second at once.
-
-    Training saves first: it has handlers of its own while it lasts.
-    """
-    alone = threading.current_thread() is threading.main_thread()
-    if not alone or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        yield  # whoever calls this as a function has a handler, or none that could be set
-        return
-
-    def end(number: int, _: object) -> None:
-        signal.signal(number, signal.SIG_DFL)
-        raise KeyboardInterrupt(number)
-
-    signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _said_of_devices(error: Exception) -> tuple[str, int] | None:

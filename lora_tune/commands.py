@@ -12,9 +12,8 @@ import signal
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any, get_type_hints
 
 from lora_tune import api, build, recipe, words
@@ -237,29 +236,26 @@ def _lines() -> Iterator[str]:
 
 @contextlib.contextmanager
 def _shown() -> Iterator[Stream]:
-    """A stream that prints answers; a signal that is raised ends the line that it came in."""
-    come: list[int] = []
+    """A stream that prints answers; Ctrl-C, which is raised, ends the line that it came in."""
+    interrupted = threading.Event()
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        come.append(number)
-        before[number](number, frame)
+    def interrupt(*_: Any) -> None:
+        interrupted.set()
+        raise KeyboardInterrupt
 
     def show(_: int, piece: str) -> None:
-        if come:  # raised in a callback of jax, which drops exceptions
-            raise KeyboardInterrupt(come[0])
+        if interrupted.is_set():  # raised in a callback of jax, which drops exceptions
+            raise KeyboardInterrupt
         print(piece, end="", flush=True)
 
-    before: dict[int, Callable[[int, FrameType | None], Any]] = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            if callable(handler := signal.getsignal(number)):
-                before[number] = handler
-                signal.signal(number, interrupt)
+    before = signal.getsignal(signal.SIGINT)
+    if before == signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
     try:
         yield show
     except KeyboardInterrupt:
         print(flush=True)
         raise
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        if before == signal.default_int_handler:
+            signal.signal(signal.SIGINT, before)

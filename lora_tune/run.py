@@ -409,9 +409,9 @@ def checkpoint_of(resume: str) -> Path:
             return folder / str(steps[-1])
     if path.name.isdecimal() and path.is_dir():
         return path
-    if path.name.isdecimal() and (steps := steps_in(path.parent)):
+    if path.parent.name == "checkpoints" and (steps := steps_in(path.parent)):
         raise InputError(
-            f"train.resume: {path.parent} has no checkpoint {path.name}, but of the steps "
+            f"train.resume: {path.parent} has no checkpoint {path.name}; it has those of steps "
             f"{', '.join(map(str, steps))}"
         )
     raise InputError(

@@ -47,7 +47,7 @@ def verify_resume(pairs: words.Pairs) -> str | None:
     logged = {row["step"]: row for row in read_rows(folder / "metrics.jsonl") if "loss" in row}
     start = _start(folder, sorted(logged), last)
     if (fewer := sum(step > start for step in logged)) < last:
-        print(f"only {fewer} logged steps come after a checkpoint that is there (last={last})")
+        print(f"fewer steps than last={last} can be compared: {fewer}")
     replayed = _replay(recipe, folder, start, max(logged))
     wanted = {step: row for step, row in logged.items() if step > start}
     return _compare(wanted, replayed)

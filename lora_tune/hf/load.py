@@ -226,7 +226,8 @@ class _Placing(threading.local):
         if target.ndim < 2 or target.strides[-1] == target.itemsize:
             target[...] = part
             return
-        for low, high in row_ranges(part.shape, 1, _VALUES):
+        *rows, width = part.shape
+        for low, high in row_ranges((*rows, width + _GAP), 1, _VALUES):
             apart = self._apart(part[low:high].shape, part.dtype)
             apart[...] = part[low:high]
             target[low:high] = apart

@@ -63,9 +63,6 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
     if found["windows"]:
         yield _windows(found["windows"])
     yield from (f"- **{problem}**" for problem in found["problems"])
-    if found["problems"] and found["step"] is not None:
-        command = f"lora-tune export run={found['run']} to=OUT"
-        yield f"- `{command}` writes the files of this checkpoint anew"
     if found["adapter"]:
         yield from _adapter(found["adapter"])
     if found["merge"]:

@@ -245,7 +245,7 @@ class _Proof:
     def _loads(self, config: Mapping[str, Any] | None, pairs: adapters.Pairs) -> dict[str, Any]:
         if config is None:
             return {}
-        wrong = ["what is named above is not as it was trained"] if self.problems else []
+        wrong = ["see the problems"] if self.problems else []
         found = {"peft": _entry(wrong, by="loaded")}
         against = serving.reasons_against(config, pairs, self.run.model_type)
         for server, reasons in against.items():

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two processes with four devices each, on loopback, are one run of eight devices."""
 
+import json
 import os
 import shutil
 import signal
@@ -19,6 +20,7 @@ from small_run import leftovers, losses_of, rows_of, write_chats, write_model, w
 
 ROOT = Path(__file__).parents[2]
 STEPS = 6
+MORE = 12
 SECTIONS: Mapping[str, Any] = {
     "mesh": {"fsdp": 4, "expert": 2},
     "train": {
@@ -229,21 +231,29 @@ def test_all_or_nothing_is_said_of_how_to_join(recipe: Path, tmp_path: Path) -> 
     assert not (tmp_path / "run").exists()
 
 
-def test_eight_devices_then_four_then_eight(recipe: Path, one: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    for devices, mesh, whole in ((8, "4", False), (4, "2", False), (8, "4", True)):
-        part = Processes(
-            recipe, folder, f"mesh.fsdp={mesh}", f"train.max_steps={STEPS}", count=1,
-            devices=devices,
-        )  # fmt: skip
-        if whole:
-            part.finish()
-            break
-        before = part.logged()  # of the part before: that it starts is not yet that it trains
-        part.wait_for(lambda part=part, before=before: part.logged() > before)
-        part.all[0].send_signal(signal.SIGTERM)
-        [(status, output)] = part.wait()
+def test_eight_devices_then_four_then_eight(recipe: Path, tmp_path: Path) -> None:
+    def part(name: str, devices: int) -> Processes:
+        words = (f"mesh.fsdp={devices // 2}", f"train.max_steps={MORE}")
+        return Processes(recipe, tmp_path / name, *words, count=1, devices=devices)
+
+    def step(run: Processes) -> int:
+        """The last that is logged; rows of evaluations come before the first."""
+        path = run.folder / "metrics.jsonl"
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []  # the last may be torn
+        return max(losses_of([json.loads(line) for line in lines]), default=0)
+
+    whole = part("whole", 8)
+    whole.finish()
+    stopped = [0]
+    for devices in (8, 4):
+        one = part("run", devices)
+        one.wait_for(lambda one=one: step(one) > stopped[-1])
+        one.all[0].send_signal(signal.SIGTERM)
+        [(status, output)] = one.wait()
         assert status == 143, output
-        assert "SIGTERM: stopped after step" in output
-    assert_same(folder, one)
-    assert list(losses_of(rows_of(folder))) == list(range(1, STEPS + 1))
+        stopped.append(step(one))
+        assert f"SIGTERM: stopped after step {stopped[-1]}, saved in" in output
+    assert 0 < stopped[1] < stopped[2] < MORE
+    part("run", 8).finish()
+    assert_same(tmp_path / "run", whole.folder)
+    assert list(losses_of(rows_of(tmp_path / "run"))) == list(range(1, MORE + 1))

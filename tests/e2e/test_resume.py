@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import browse, in_browser
 from small_run import leftovers, losses_of, rows_of, tree_of, write_chats, write_model, write_recipe
 
 from lora_tune import cli, verify
@@ -241,13 +242,21 @@ def test_the_end_of_a_run_is_verified_and_the_run_is_left_alone(
     start = int(out.partition("from step ")[2].split()[0]) - 1
     assert start in Run(whole, whole).saved()
     assert f"{STEPS - start} of {STEPS - start} logged steps are the same, bit for bit" in out
-    assert "only" not in out
+    assert "fewer" not in out
     # More than the checkpoints go back: from the very beginning.
     status, out, err = verified(whole, STEPS + 1)
     assert status == 0, err
-    assert f"only {STEPS} logged steps come after a checkpoint" in out
+    assert f"fewer steps than last={STEPS + 1} can be compared: {STEPS}" in out
     assert f"{STEPS} of {STEPS} logged steps are the same" in out
     assert tree_of(whole) == before
+
+
+@in_browser
+def test_the_report_of_a_run_opens_in_a_browser(whole: Path, tmp_path: Path) -> None:
+    document, said, asked = browse(whole / "report.html", tmp_path)
+    assert document.count("<svg") == document.count("</svg>") > 1
+    assert "linear_attn.in_proj_qkvz" in document, "the table of adapted modules"
+    assert (said, asked) == ([], set())
 
 
 @pytest.mark.parametrize("key", ["loss", "grad_norm", "total_trained_tokens"])
@@ -289,7 +298,7 @@ def test_a_run_goes_on_from_the_checkpoint_of_another(
     wrong = whole / "checkpoints" / "99"
     assert cli.main([*arguments[:1], place, f"train.resume={wrong}"]) == 2
     steps = ", ".join(map(str, Run(recipe, whole).saved()))
-    assert f"has no checkpoint 99, but of the steps {steps}" in capsys.readouterr().err
+    assert f"has no checkpoint 99; it has those of steps {steps}" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -208,24 +208,6 @@ def test_an_interrupt_has_its_own_status(
     assert capsys.readouterr().err == "lora-tune: interrupted\n"
 
 
-def test_sigterm_unwinds_what_is_under_way(
-    api: types.ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
-    cleaned = []
-
-    def ended(*_: object) -> None:
-        try:
-            signal.raise_signal(signal.SIGTERM)
-        finally:
-            cleaned.append(signal.getsignal(signal.SIGTERM))
-
-    api.train = ended
-    assert cli.main(["recipe=a"]) == 143
-    assert capsys.readouterr().err == "lora-tune: interrupted\n"
-    assert cleaned == [signal.SIG_DFL], "a second one ends the program at once"
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-
-
 @pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 143)])
 def test_a_run_that_a_signal_ended_is_not_a_success(
     api: types.ModuleType, name: str, status: int
