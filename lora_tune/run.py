@@ -43,7 +43,7 @@ from lora_tune.recipe import schema
 from lora_tune.report.ending import End, environment, reported
 from lora_tune.training import loop
 from lora_tune.training.best import Best, Criterion
-from lora_tune.training.metrics import MetricsLog, Unlogged, Writer
+from lora_tune.training.metrics import MetricsLog, Unlogged, Writer, read_rows
 from lora_tune.training.report import Terminal
 from lora_tune.training.state import Weights, unflatten
 from lora_tune.training.writers import make_writer
@@ -109,10 +109,18 @@ def _check_folders(recipe: schema.Recipe) -> None:
     """Refuses folders that cannot be written, or read, before anything else is."""
     run_dir = Path(recipe.output_dir)
     check_writable(run_dir)
-    if recipe.train.resume not in ("auto", "never") and not steps_in(run_dir / "checkpoints"):
+    begins = not steps_in(run_dir / "checkpoints")
+    if begins and recipe.train.resume not in ("auto", "never"):
         checkpoint_of(recipe.train.resume)
     check_replaceable(run_dir / "adapter", kind="adapter")
     check_replaceable(run_dir / "merged", kind="full" if recipe.lora is None else "merged")
+    exported = [name for name in ("adapter", "merged") if (run_dir / name).exists()]
+    if begins and exported:
+        raise InputError(
+            f"{run_dir} holds {' and '.join(exported)} of a run, and no checkpoint to go on from; "
+            "training anew would replace what is there: set another output_dir, or remove that "
+            "folder"
+        )
 
 
 def _shared(inputs: Inputs) -> dict[str, Any]:
@@ -168,6 +176,7 @@ class _Run:
             trainable, opt_state, start = restored.trainable, restored.opt_state, restored.meta.step
         distributed.check_same({"the checkpoint to go on from": start})
         changed = lockfile.changed_packages(self.run_dir) if start else None
+        lost = self._last_logged() if restored is None else 0
         with distributed.together("write to the run folder"):
             if distributed.is_first():
                 self._describe(start)
@@ -175,6 +184,11 @@ class _Run:
         with log as metrics, self._reported(metrics) as end:
             if changed is not None:
                 metrics.note(changed)
+            if lost:
+                metrics.note(
+                    f"note: metrics.jsonl went up to step {lost}, and there is no checkpoint to go "
+                    "on from: training begins anew, and so does the log"
+                )
             self._introduce(metrics, start)
             outcome = self._train(checkpoints, metrics, (trainable, opt_state, frozen), restored)
             adapter, merged = self._finish(outcome, checkpoints, metrics, end)
@@ -275,6 +289,13 @@ class _Run:
                 )
         return restored
 
+    def _last_logged(self) -> int:
+        """The last step of a log that is there, 0 without one that can be read."""
+        with contextlib.suppress(InputError, OSError):
+            rows = read_rows(self.run_dir / "metrics.jsonl")
+            return max((row["step"] for row in rows), default=0)
+        return 0
+
     def _metrics(self, restored: Restored | None) -> MetricsLog:
         if not distributed.is_first():
             return Unlogged(self.run_dir)
@@ -308,7 +329,8 @@ class _Run:
         if used < jax.device_count():
             metrics.note(f"{used} of {jax.device_count()} devices are used; mesh.* uses more")
         if start:
-            metrics.note(f"going on after step {start}")
+            left = "" if start < self.total_steps else ", the last: nothing is left to train"
+            metrics.note(f"going on after step {start}{left}")
         else:
             metrics.note(f"first example, trained parts in «»: {self._first_example()}")
 

@@ -11,8 +11,10 @@ import errno
 import json
 import os
 import re
+import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -270,7 +272,10 @@ def _read_arrays(
     }
     args = {item: ocp.args.StandardRestore(leaves) for item, leaves in abstract.items()}
     try:
-        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+        with (
+            _without_late_words(),
+            ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader,
+        ):
             found = reader.restore(path.absolute(), args=ocp.args.Composite(**args))
         arrays = dict(found.items())
         for item in wanted:
@@ -281,6 +286,24 @@ def _read_arrays(
     except Exception as error:
         _raise_unread(path, error)
     return arrays
+
+
+@contextmanager
+def _without_late_words() -> Iterator[None]:
+    """Around a read by Orbax, and after one that fails.
+
+    What other threads have to say of such a read goes to an event loop that is closed by then, and
+    Python would print a traceback of it beside our sentence.
+    """
+    shown = sys.unraisablehook
+
+    def show(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            shown(unraisable)
+
+    sys.unraisablehook = show
+    yield
+    sys.unraisablehook = shown
 
 
 def _raise_unread(path: Path, error: Exception) -> NoReturn:

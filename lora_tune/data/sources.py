@@ -212,7 +212,9 @@ def _unknown_columns(where: str, raw: Mapping[str, Any], columns: Mapping[str, s
     # With both, a prompt is put together from the two.
     several = {"instruction", "input"} <= raw.keys()
     hint = f"; set data.columns={pairs[0]} to read them so" if pairs and not several else ""
-    return f"{where}: unknown columns, {_found(raw)}, expected {ACCEPTED}{hint}"
+    null = [name for name, value in raw.items() if value is None]
+    said = f" ({_names(null)}: null)" if null else ""
+    return f"{where}: unknown columns, {_found(raw)}{said}, expected {ACCEPTED}{hint}"
 
 
 def _renamed(fields: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:

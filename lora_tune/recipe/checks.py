@@ -283,9 +283,13 @@ def _batches(recipe: Recipe) -> Iterator[str]:
 def _reports(recipe: Recipe) -> Iterator[str]:
     held_out = recipe.data.all_eval_sets()
     if not held_out:
-        for key in ("every", "batch_size", "num_exact_match", "num_samples"):
+        off = {"every": "0", "batch_size": "null", "num_exact_match": "0", "num_samples": "0"}
+        for key, value in off.items():
             if getattr(recipe.eval, key):
-                yield f"eval.{key} needs held-out rows; set data.eval_path or data.eval_sets"
+                yield (
+                    f"eval.{key} needs held-out rows; set data.eval_path or data.eval_sets, or "
+                    f"eval.{key}={value}"
+                )
     if recipe.eval.samples_every and not recipe.eval.num_samples:
         keys = "eval.num_samples"
         if not held_out:

@@ -251,6 +251,24 @@ def test_the_end_of_a_run_is_verified_and_the_run_is_left_alone(
     assert tree_of(whole) == before
 
 
+def test_a_run_without_its_checkpoints_is_not_replaced_unsaid(
+    recipe: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(whole, tmp_path / "run"))
+    shutil.rmtree(folder / "checkpoints")
+    before = tree_of(folder)
+    command = [f"recipe={recipe}", f"output_dir={folder}"]
+    assert cli.main(command) == 2
+    err = capsys.readouterr().err
+    assert "holds adapter and merged of a run, and no checkpoint to go on from" in err
+    assert tree_of(folder) == before
+    for name in ("adapter", "merged"):
+        shutil.rmtree(folder / name)
+    assert cli.main(command) == 0
+    out = capsys.readouterr().out
+    assert f"metrics.jsonl went up to step {STEPS}, and there is no checkpoint" in out
+
+
 @in_browser
 def test_the_report_of_a_run_opens_in_a_browser(whole: Path, tmp_path: Path) -> None:
     document, said, asked = browse(whole / "report.html", tmp_path)

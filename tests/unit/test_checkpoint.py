@@ -3,6 +3,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import types
 from pathlib import Path
 
 import jax
@@ -245,6 +246,16 @@ def test_a_damaged_newest_one_is_passed_over_loudly(tmp_path, damage):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2.corrupt"]
     folder.save(2, (noise, COUNT), position={})
     assert folder.restore((noise, COUNT)).meta.step == 2
+
+
+def test_late_words_of_a_failed_read_are_not_shown(monkeypatch):
+    told = []
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    with pytest.raises(ValueError, match="damaged"), files._without_late_words():
+        raise ValueError("damaged")
+    for said in ("Event loop is closed", "another"):
+        sys.unraisablehook(types.SimpleNamespace(exc_value=RuntimeError(said)))
+    assert [str(each.exc_value) for each in told] == ["another"]
 
 
 def test_wrong_values_are_found_even_if_the_storage_does_not_notice(tmp_path, monkeypatch):
