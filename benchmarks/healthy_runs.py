@@ -28,6 +28,8 @@ import transformers  # noqa: E402, F401
 from kill_resume import fork  # noqa: E402
 from small_run import CONFIG, rows_of, write_chats, write_model, write_recipe  # noqa: E402
 
+from lora_tune import assets  # noqa: E402
+
 DENSE = {
     "num_hidden_layers": 4,
     "num_key_value_heads": 1,
@@ -36,6 +38,10 @@ DENSE = {
     "max_position_embeddings": 256,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+HYBRID = {key: value for key, value in CONFIG.items() if key.startswith("linear_")}
+VOCABULARY = json.loads((assets.resolve("lora_tune:tiny-qwen3-next") / "config.json").read_text())[
+    "vocab_size"
+]
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": {},
     "llama": {**DENSE, "mlp_bias": False, "attention_bias": True},
@@ -44,6 +50,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {**DENSE, "tie_word_embeddings": False},
     "qwen3_moe": {**DENSE, **EXPERTS, "norm_topk_prob": True},
     "gemma3_text": {**DENSE, "sliding_window": 8, "query_pre_attn_scalar": 8},
+    "gemma4_text": {
+        **DENSE,
+        "rope_theta": None,
+        "sliding_window": 8,
+        "global_head_dim": 8,
+        "hidden_size_per_layer_input": 4,
+        "vocab_size_per_layer_input": VOCABULARY,
+    },
+    "qwen3_5_text": {**DENSE, **HYBRID, "full_attention_interval": 2},
+    "qwen3_5_moe_text": {
+        **DENSE,
+        **HYBRID,
+        **EXPERTS,
+        "full_attention_interval": 4,
+        "shared_expert_intermediate_size": 8,
+    },
+    "olmo_hybrid": {**DENSE, **HYBRID, "head_dim": None},
 }
 SHARED = ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim", "dtype")
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -102,6 +125,8 @@ def healthy(folder: Path, family: str, sections: dict[str, dict[str, Any]]) -> s
     model = write_model(folder / "model", **changes)
     chats = write_chats(folder / "chats.jsonl", 60)
     held_out = write_chats(folder / "held_out.jsonl", 5, first=100)
+    # Other questions than those of training, or the run would rightly warn.
+    held_out.write_text(held_out.read_text().replace("count to", "count up to"))
     sections["data"]["eval_path"] = str(held_out)
     recipe = write_recipe(folder / "recipe.yaml", model=model, chats=chats)
     settings = [

@@ -19,10 +19,11 @@ from lora_tune import (
     run_lock,
 )
 from lora_tune import recipe as recipes
+from lora_tune.build_data import Data
 from lora_tune.checkpoint.choice import Chosen, comparable, measured_on, steps_in
 from lora_tune.checkpoint.files import Restored
 from lora_tune.checkpoint.folder import Checkpoints, read_one
-from lora_tune.data import messages
+from lora_tune.data import duplicates, messages
 from lora_tune.errors import InputError
 from lora_tune.export import write
 from lora_tune.generation.prompts import stop_ids_of
@@ -325,6 +326,8 @@ class _Run:
             f"{report.trained_tokens:,} of them trained; truncated {report.truncated}, "
             f"dropped {drops}; rows are {report.packing_efficiency:.0%} full"
         )
+        if not start and (warning := _overlap(self.data)):
+            metrics.note(warning)
         used = 1 if self.mesh is None else self.mesh.size
         if used < jax.device_count():
             metrics.note(f"{used} of {jax.device_count()} devices are used; mesh.* uses more")
@@ -391,6 +394,20 @@ class _Run:
             if path is not None:
                 metrics.note(f"wrote {path}")
         return adapter, merged
+
+
+def _overlap(data: Data) -> str | None:
+    """What to say where held-out rows are trained on: their figures then tell nothing."""
+    if data.held_out is None or not distributed.is_first():
+        return None
+    same = duplicates.seen_in_training(data.train.examples, data.held_out)
+    if not same:
+        return None
+    return (
+        f"warning: {same:,} of {len(data.held_out):,} held-out examples are training examples too, "
+        "so evaluations count what was learned by heart; take them out of one of the two "
+        "(`lora-tune data` checks it)"
+    )
 
 
 def _criterion(train: schema.Train) -> Criterion:

@@ -35,7 +35,9 @@ def convert(pairs: words.Pairs) -> None:
     if layout not in LAYOUTS:
         raise InputError(f"layout is {layout!r}, expected one of {', '.join(LAYOUTS)}")
     if not (old / CONFIG_FILE).is_file():
-        raise InputError(f"{old} holds no adapter: there is no {CONFIG_FILE} in it")
+        inside = old / "adapter"
+        hint = f"; did you mean from={inside}?" if (inside / CONFIG_FILE).is_file() else ""
+        raise InputError(f"{old} holds no adapter: there is no {CONFIG_FILE} in it{hint}")
     config = read_config(old)
     base, revision = config.base, config.revision
     model = build.abstract_model(_base(given, base, revision), DecoderOptions())

@@ -177,9 +177,11 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(raw.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: is not valid JSON ({error})") from error
+        raise InputError(f"{path}: is not valid JSON ({error}); {remedy(path.parent)}") from error
     if not isinstance(content, dict):
-        raise InputError(f"{path}: expected a JSON object, got {type(content).__name__}")
+        raise InputError(
+            f"{path}: expected a JSON object, got {type(content).__name__}; {remedy(path.parent)}"
+        )
     return content
 
 

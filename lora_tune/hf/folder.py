@@ -59,7 +59,7 @@ def replace_file(path: Path, text: str) -> None:
     """Writes a text file that is complete, old or new, at every moment.
 
     Raises:
-      OSError: it cannot be written; nothing is left behind.
+      OSError: it cannot be written, of which `filename` is `path`; nothing is left behind.
     """
     beside = path.with_name(f".{path.name}.partial")
     try:
@@ -68,6 +68,8 @@ def replace_file(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         beside.unlink(missing_ok=True)
 

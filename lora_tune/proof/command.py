@@ -18,7 +18,7 @@ from lora_tune.errors import InputError
 from lora_tune.hf.adapters import flat_arrays
 from lora_tune.hf.files import read_json
 from lora_tune.hf.header import nbytes
-from lora_tune.hf.load import ignored_tensors
+from lora_tune.hf.load import ignored_tensors, open_base
 from lora_tune.hf.peft_config import CONFIG_FILE
 from lora_tune.models.fields import max_positions
 from lora_tune.proof import adapter as adapters
@@ -111,12 +111,19 @@ class _Proof:
     def certificate(self) -> dict[str, Any]:
         run, config, pairs = self.run, None, {}
         if self.adapter:
-            config = read_json(self.adapter / CONFIG_FILE)
-            pairs = self._compare_files(self.adapter)
-        elif self.merged and run.step is not None:
-            weights = flat_arrays(unflatten(run.weights))
-            family = run.model.family
-            self.problems += merged.compare_trained(self.merged, family, run.leaves, weights)
+            with self._noted():
+                config = read_json(self.adapter / CONFIG_FILE)
+                pairs, problems = adapters.compare(self.adapter, run)
+                self.problems += problems
+        if self.merged:
+            with self._noted():
+                read_json(self.merged / "config.json")
+                open_base(self.merged, run.model.family)
+                if not self.adapter and run.step is not None:
+                    weights = flat_arrays(unflatten(run.weights))
+                    self.problems += merged.compare_trained(
+                        self.merged, run.model.family, run.leaves, weights
+                    )
         rows = _rows(run)
         adapter = merge = None
         if not self.problems:
@@ -154,14 +161,13 @@ class _Proof:
             "largest_gb": self.largest / 1e9,
         }
 
-    def _compare_files(self, folder: Path) -> adapters.Pairs:
+    @contextlib.contextmanager
+    def _noted(self) -> Iterator[None]:
+        """What cannot be read of the run's own exports is a problem of the run, no wrong input."""
         try:
-            pairs, problems = adapters.compare(folder, self.run)
+            yield
         except InputError as error:
             self.problems.append(str(error))
-            return {}
-        self.problems += problems
-        return pairs
 
     def _compare_models(
         self, rows: Rows, pairs: adapters.Pairs

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What can be wrong with data that can be trained on: counted, and judged."""
 
-import hashlib
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from lora_tune.build_data import Data
-from lora_tune.data import batch
+from lora_tune.data import batch, duplicates
 from lora_tune.data.dataset import Dataset
 from lora_tune.data.examples import Examples, Part
 from lora_tune.data.flat import pieces
@@ -77,7 +75,7 @@ def _rows(dataset: Dataset) -> Iterator[Check]:
     yield Check("warning" if report.truncated else "ok", "truncated", text)
     text = f"{report.rewritten:,} turns are written differently once their conversation goes on"
     yield Check("warning" if report.rewritten else "ok", "chat template", text)
-    again = duplicates(dataset.examples)
+    again = duplicates.repeated(dataset.examples)
     text = f"{again:,} of {report.examples:,} examples equal an earlier one"
     yield Check("warning" if again else "ok", "duplicates", text)
     full = report.packing_efficiency
@@ -122,32 +120,12 @@ def _begin_twice(part: Part, begin: int) -> int:
 
 
 def _overlap(train: Examples, held_out: Examples, most: float) -> Iterator[Check]:
-    known = set(_digests(train))
-    same = sum(digest in known for digest in _digests(held_out))
+    same = duplicates.seen_in_training(train, held_out)
     share = same / len(held_out)
     verdict: Verdict = "error" if share > most else "warning" if same else "ok"
     text = f"{same:,} of {len(held_out):,} held-out examples are training examples too"
     text += f", more than {most:.0%}" if verdict == "error" else ""
     yield Check(verdict, "overlap", text)
-    asked = set(_digests(train, prompts=True)) - {None}
-    same = sum(digest in asked for digest in _digests(held_out, prompts=True))
+    same = duplicates.prompts_seen_in_training(train, held_out)
     text = f"{same:,} held-out prompts are training prompts too"
     yield Check("warning" if same else "ok", "prompts", text)
-
-
-def duplicates(examples: Examples) -> int:
-    """Examples whose tokens and mask equal those of an earlier one."""
-    return len(examples) - len(Counter(_digests(examples)))
-
-
-def _digests(examples: Examples, *, prompts: bool = False) -> Iterator[bytes | None]:
-    """A hash of each example, or of what comes before its first trained token (None if nothing)."""
-    for i in range(len(examples)):
-        example = examples[i]
-        stop = int(np.argmax(example.mask)) if prompts else len(example.tokens)
-        if not stop:
-            yield None
-            continue
-        digest = hashlib.blake2b(example.tokens[:stop].tobytes(), digest_size=16)
-        digest.update(b"" if prompts else example.mask.tobytes())
-        yield digest.digest()

@@ -301,7 +301,8 @@ def test_a_run_goes_on_from_the_checkpoint_of_another(
     assert tree_of(tmp_path / "run" / "adapter") == tree_of(whole / "adapter")
     # There is a checkpoint of its own now, and a run folder stands for its newest.
     assert cli.main([*arguments, f"train.resume={whole}"]) == 0
-    assert f"going on after step {STEPS}" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"going on after step {STEPS}, the last: nothing is left to train" in said
 
     # What it names may be gone then.
     assert cli.main([*arguments, f"train.resume={tmp_path / 'gone'}"]) == 0

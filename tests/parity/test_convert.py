@@ -136,6 +136,9 @@ def test_what_cannot_be_converted(base, theirs, tmp_path, capsys):  # noqa: F811
 
     assert "expected one of per-expert, fused" in said(theirs, "flat")
     assert "holds no adapter" in said(base, "fused")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "adapter").symlink_to(theirs)
+    assert f"did you mean from={tmp_path / 'run' / 'adapter'}?" in said(tmp_path / "run", "fused")
     assert "neither a model folder nor" in said(theirs, "fused", "model.path=./nowhere")
     lora, leaves = LoraConfig(r=2, target_modules=("q_proj",)), leaves_of(tiny())
     arrays = random_adapters(leaves, lora)

@@ -2,6 +2,7 @@
 """The command `prove`: a run that passes, and each fault that must be found by name."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -55,7 +56,7 @@ def prove(run: Path, capsys, *words: str, status: int = 1) -> str:
     if status == 1:
         found = json.loads((run / "certificate.json").read_text())
         assert not found["passed"]
-        assert not found["loads"]["peft"]["loads"]
+        assert not found["loads"] or not found["loads"]["peft"]["loads"]
         assert found["vllm_serve"] is None
         assert out.startswith("# Failed")
     *progress, said = err.splitlines() or [""]
@@ -301,6 +302,27 @@ def test_every_window_asks_peft_and_transformers(run, tmp_path, capsys):
     prove(copy, capsys, IN_WINDOWS)
     problems = figures(copy)["problems"]
     assert [p for p in problems if "model.layers.0.mlp.experts" in p]
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_an_adapter_that_cannot_be_read_fails_by_name(run, tmp_path, capsys, name):
+    copy = without_merged(run, tmp_path / "run")
+    os.truncate(copy / "adapter" / name, 50)
+    error = prove(copy, capsys)
+    assert f"{copy}/adapter/{name}: " in error
+    assert "write the folder again" in error
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+@pytest.mark.parametrize("adapter", [True, False])
+def test_a_merged_folder_that_cannot_be_read_fails_by_name(run, tmp_path, capsys, name, adapter):
+    copy = shutil.copytree(run, tmp_path / "run")
+    if not adapter:
+        shutil.rmtree(copy / "adapter")
+    os.truncate(copy / "merged" / name, 50)
+    error = prove(copy, capsys)
+    assert f"{copy}/merged/{name}: " in error
+    assert "write the folder again" in error
 
 
 def test_a_window_that_cannot_be_is_refused(run, capsys):

@@ -75,6 +75,8 @@ def test_held_out_rows_that_are_trained_on_are_an_error(data):
     assert status == 1
     assert "overlap: 1 of 3 held-out examples are training examples too, more than 1%" in errors
     assert "2 held-out prompts are training prompts too" in line(output, "prompts")
+    _, output, _ = data(ROWS, "max_overlap=1", held_out=[*held_out[:1], *held_out])
+    assert "2 of 4 held-out examples" in line(output, "overlap"), "the same one counts twice"
     status, output, errors = data(ROWS, "max_overlap=0.5", held_out=held_out)
     assert (status, errors) == (0, "")
     assert line(output, "overlap").startswith("warning")

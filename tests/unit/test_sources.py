@@ -274,6 +274,12 @@ def test_columns_that_are_not_there_name_those_that_are(tmp_path, columns, said)
         sources.read(write(tmp_path / "a.jsonl", CHAT), columns=columns)
 
 
+def test_columns_that_are_null_are_said_to_be(tmp_path):
+    row = json.dumps({"question": "why", "reply": None})
+    with pytest.raises(InputError, match=r"found `question`, `reply` \(`reply`: null\), expected"):
+        sources.read(write(tmp_path / "a.jsonl", row))
+
+
 @pytest.mark.parametrize(
     ("path", "said"),
     [
