@@ -127,13 +127,16 @@ def read_trained(
             return Chosen(step, weights, metric if step in best else None)
         problem = problem or Damaged("another process cannot read it")
         if metric is None:
-            raise InputError(
-                f"checkpoint {path} is damaged ({problem}); give the command that trained "
-                "again, which goes on from the one before"
+            advice = (
+                "give the command that trained again, which goes on from the one before"
+                if len(steps) > 1
+                else f"there is no other: remove {folder.parent} and train again"
             )
+            raise InputError(f"checkpoint {path} is damaged ({problem}); {advice}")
         damaged(path, problem)
     raise InputError(
-        f"no checkpoint in {folder} can be read (steps {steps}); remove that folder and train again"
+        f"no checkpoint in {folder} can be read (steps {steps}); remove {folder.parent} and train "
+        "again"
     )
 
 

@@ -185,7 +185,8 @@ class Checkpoints:
         if found:
             raise InputError(
                 f"no checkpoint in {self.folder} can be read (steps {found}, now named "
-                "STEP.corrupt); remove that folder to start from the beginning"
+                f"STEP.corrupt); to start from the beginning remove {self.folder.parent} or set "
+                "another output_dir"
             )
         return None
 

@@ -176,7 +176,7 @@ _FOREIGN_IN_SOURCES: Mapping[str, str] = {
 }
 
 # What differs besides the name, said once where people lose time over it.
-_MEANINGS: Mapping[str, str] = {
+MEANINGS: Mapping[str, str] = {
     "data.sources": "a list of {path: …, weight: …}; data.path names a single one",
     "data.eval_path": "a file of held-out rows of its own",
     "data.eval_sets": "a list of {name: …, path: …}; data.eval_path names a single one",
@@ -255,7 +255,7 @@ def unknown(key: str) -> str:
     """Return one sentence about an unknown full dotted key, with a suggestion."""
     ours = meant(key)
     if ours is not None:
-        meaning = f" ({_MEANINGS[ours]})" if ours in _MEANINGS else ""
+        meaning = f" ({MEANINGS[ours]})" if ours in MEANINGS else ""
         return f"unknown key {key!r}: did you mean {ours!r}?{meaning}"
     section = key.split(".")[0] + "."
     known = [full for full in leaves() if full.startswith(section)]

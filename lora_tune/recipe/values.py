@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from omegaconf import MISSING
 
-from lora_tune.recipe.names import item_of, leaves, section_of, unknown_in
+from lora_tune.recipe.names import MEANINGS, item_of, leaves, section_of, unknown_in
 from lora_tune.recipe.schema import Recipe
 
 # The one form of interpolation that recipes have. Others (`${name:argument}`) run code.
@@ -47,7 +47,9 @@ def _bad(key: str, hint: Any, value: Any) -> str | None:
         return next((problem for problem in said if problem), None)
     if _fits(hint, value):
         return None
-    return f"{key} must be {described(hint)}, got {shown(value)}{_advice(hint, value)}"
+    switched = isinstance(value, bool) and key in MEANINGS
+    advice = f"; expected {MEANINGS[key]}" if switched else _advice(hint, value)
+    return f"{key} must be {described(hint)}, got {shown(value)}{advice}"
 
 
 def _bad_item(place: str, item: type, value: Any) -> str | None:

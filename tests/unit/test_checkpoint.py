@@ -283,8 +283,10 @@ def test_all_damaged_is_an_error_not_a_new_start(tmp_path):
     folder = open_folder(tmp_path, warn=lambda _: None)
     folder.save(4, small_state(), position={})
     break_json(tmp_path / "4")
+    with pytest.raises(InputError, match=rf"4 is damaged .* no other: remove {tmp_path.parent} "):
+        read_trained(tmp_path, small_state()[0])
     with pytest.raises(
-        InputError, match=r"steps \[4\], now named STEP.corrupt.*from the beginning"
+        InputError, match=r"steps \[4\], now named STEP.corrupt.*from the beginning remove"
     ):
         folder.restore(small_state())
 

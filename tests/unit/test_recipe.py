@@ -138,7 +138,7 @@ def test_an_unknown_key_names_ours(
 def test_every_suggested_key_exists() -> None:
     from lora_tune.recipe import names
 
-    assert set(names._FOREIGN.values()) | set(names._MEANINGS) <= set(names.leaves())
+    assert set(names._FOREIGN.values()) | set(names.MEANINGS) <= set(names.leaves())
     assert not set(names._FOREIGN) & {"r", "lora_alpha", "max_length", "batch_size"}
 
 
@@ -159,6 +159,10 @@ def test_a_key_like_nothing_lists_what_there_is(smallest: str) -> None:
         ("optim.learning_rate=[1]", "optim.learning_rate must be a number, got [1]"),
         ("data.path=no", "data.path must be a list of texts or text, got false; put it in quotes"),
         ("data.path={a: b}", "data.path must be a list of texts or text, got {'a': 'b'}"),
+        (
+            "train.resume=yes",
+            "must be text, got true; expected auto, never, or the folder of a run",
+        ),
         ("model.revision=123", "model.revision must be text or null, got 123; put it in quotes"),
         ("train.max_steps=1e3", "must be an integer or null, got 1000.0; write 1000"),
         ("optim.learning_rate='2e-4'", "got '2e-4'; write 2e-4 without quotes"),
