@@ -124,9 +124,7 @@ def healthy(folder: Path, family: str, sections: dict[str, dict[str, Any]]) -> s
     changes = {**absent, **FAMILIES[family], "model_type": family}
     model = write_model(folder / "model", **changes)
     chats = write_chats(folder / "chats.jsonl", 60)
-    held_out = write_chats(folder / "held_out.jsonl", 5, first=100)
-    # Other questions than those of training, or the run would rightly warn.
-    held_out.write_text(held_out.read_text().replace("count to", "count up to"))
+    held_out = write_chats(folder / "held_out.jsonl", 5, first=100, ask="count up to")
     sections["data"]["eval_path"] = str(held_out)
     recipe = write_recipe(folder / "recipe.yaml", model=model, chats=chats)
     settings = [

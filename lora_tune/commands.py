@@ -249,7 +249,9 @@ def _shown() -> Iterator[Stream]:
         print(piece, end="", flush=True)
 
     before = signal.getsignal(signal.SIGINT)
-    if before == signal.default_int_handler:
+    in_main = threading.current_thread() is threading.main_thread()
+    replaced = in_main and before == signal.default_int_handler
+    if replaced:
         signal.signal(signal.SIGINT, interrupt)
     try:
         yield show
@@ -257,5 +259,5 @@ def _shown() -> Iterator[Stream]:
         print(flush=True)
         raise
     finally:
-        if before == signal.default_int_handler:
+        if replaced:
             signal.signal(signal.SIGINT, before)

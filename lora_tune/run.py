@@ -115,12 +115,13 @@ def _check_folders(recipe: schema.Recipe) -> None:
         checkpoint_of(recipe.train.resume)
     check_replaceable(run_dir / "adapter", kind="adapter")
     check_replaceable(run_dir / "merged", kind="full" if recipe.lora is None else "merged")
-    exported = [name for name in ("adapter", "merged") if (run_dir / name).exists()]
-    if begins and exported:
+    exports = [run_dir / name for name in ("adapter", "merged")]
+    left = [str(path) for path in exports if path.exists() and any(path.iterdir())]
+    if begins and left:
         raise InputError(
-            f"{run_dir} holds {' and '.join(exported)} of a run, and no checkpoint to go on from; "
-            "training anew would replace what is there: set another output_dir, or remove that "
-            "folder"
+            f"{' and '.join(left)}: left by a run of which no checkpoint is here to go on from; "
+            f"set another output_dir, or move {'it' if len(left) == 1 else 'both'} away to train "
+            "anew"
         )
 
 
@@ -177,7 +178,7 @@ class _Run:
             trainable, opt_state, start = restored.trainable, restored.opt_state, restored.meta.step
         distributed.check_same({"the checkpoint to go on from": start})
         changed = lockfile.changed_packages(self.run_dir) if start else None
-        lost = self._last_logged() if restored is None else 0
+        lost = self._lost_log() if restored is None else None
         with distributed.together("write to the run folder"):
             if distributed.is_first():
                 self._describe(start)
@@ -185,11 +186,8 @@ class _Run:
         with log as metrics, self._reported(metrics) as end:
             if changed is not None:
                 metrics.note(changed)
-            if lost:
-                metrics.note(
-                    f"note: metrics.jsonl went up to step {lost}, and there is no checkpoint to go "
-                    "on from: training begins anew, and so does the log"
-                )
+            if lost is not None:
+                metrics.note(lost)
             self._introduce(metrics, start)
             outcome = self._train(checkpoints, metrics, (trainable, opt_state, frozen), restored)
             adapter, merged = self._finish(outcome, checkpoints, metrics, end)
@@ -290,12 +288,24 @@ class _Run:
                 )
         return restored
 
-    def _last_logged(self) -> int:
-        """The last step of a log that is there, 0 without one that can be read."""
-        with contextlib.suppress(InputError, OSError):
-            rows = read_rows(self.run_dir / "metrics.jsonl")
-            return max((row["step"] for row in rows), default=0)
-        return 0
+    def _lost_log(self) -> str | None:
+        """What to say of a log without a checkpoint, in whose place a new one begins."""
+        if not distributed.is_first():
+            return None
+        try:
+            last = max(
+                (row["step"] for row in read_rows(self.run_dir / "metrics.jsonl")), default=0
+            )
+        except (InputError, OSError):
+            found = "cannot be read"
+        else:
+            found = f"went up to step {last}" if last else ""
+        if not found:
+            return None
+        return (
+            f"note: metrics.jsonl {found}, and there is no checkpoint to go on from: training "
+            "begins anew, and so does the log"
+        )
 
     def _metrics(self, restored: Restored | None) -> MetricsLog:
         if not distributed.is_first():
@@ -326,7 +336,7 @@ class _Run:
             f"{report.trained_tokens:,} of them trained; truncated {report.truncated}, "
             f"dropped {drops}; rows are {report.packing_efficiency:.0%} full"
         )
-        if not start and (warning := _overlap(self.data)):
+        if start < self.total_steps and (warning := _overlap(self.data)):
             metrics.note(warning)
         used = 1 if self.mesh is None else self.mesh.size
         if used < jax.device_count():
@@ -405,8 +415,8 @@ def _overlap(data: Data) -> str | None:
         return None
     return (
         f"warning: {same:,} of {len(data.held_out):,} held-out examples are training examples too, "
-        "so evaluations count what was learned by heart; take them out of one of the two "
-        "(`lora-tune data` checks it)"
+        "of which evaluations say nothing; take them out of one of the two (`lora-tune data "
+        "recipe=…` counts them)"
     )
 
 
@@ -448,7 +458,8 @@ def checkpoint_of(resume: str) -> Path:
             return folder / str(steps[-1])
     if path.name.isdecimal() and path.is_dir():
         return path
-    if path.parent.name == "checkpoints" and (steps := steps_in(path.parent)):
+    named = path.name.isdecimal() or path.parent.name == "checkpoints"
+    if named and (steps := steps_in(path.parent)):
         raise InputError(
             f"train.resume: {path.parent} has no checkpoint {path.name}; it has those of steps "
             f"{', '.join(map(str, steps))}"

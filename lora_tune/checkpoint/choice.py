@@ -130,13 +130,13 @@ def read_trained(
             advice = (
                 "give the command that trained again, which goes on from the one before"
                 if len(steps) > 1
-                else f"there is no other: remove {folder.parent} and train again"
+                else "there is no other: train again, into another output_dir"
             )
             raise InputError(f"checkpoint {path} is damaged ({problem}); {advice}")
         damaged(path, problem)
     raise InputError(
-        f"no checkpoint in {folder} can be read (steps {steps}); remove {folder.parent} and train "
-        "again"
+        f"no checkpoint in {folder} can be read (steps {steps}); train again, into another "
+        "output_dir"
     )
 
 

@@ -13,8 +13,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -272,10 +271,7 @@ def _read_arrays(
     }
     args = {item: ocp.args.StandardRestore(leaves) for item, leaves in abstract.items()}
     try:
-        with (
-            _without_late_words(),
-            ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader,
-        ):
+        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
             found = reader.restore(path.absolute(), args=ocp.args.Composite(**args))
         arrays = dict(found.items())
         for item in wanted:
@@ -284,26 +280,30 @@ def _read_arrays(
             if changed:
                 raise ValueError(f"checksum of {item} {_shortened(changed)} is wrong")
     except Exception as error:
+        _LateWords.drop()
         _raise_unread(path, error)
     return arrays
 
 
-@contextmanager
-def _without_late_words() -> Iterator[None]:
-    """Around a read by Orbax, and after one that fails.
+class _LateWords:
+    """In the place of `sys.unraisablehook` from a failed read by Orbax on.
 
-    What other threads have to say of such a read goes to an event loop that is closed by then, and
-    Python would print a traceback of it beside our sentence.
+    What other threads still have to say of such a read goes to an event loop that is closed by
+    then, and Python would print a traceback of it beside our sentence.
     """
-    shown = sys.unraisablehook
 
-    def show(unraisable: Any) -> None:
+    def __init__(self, shown: Callable[[Any], None]) -> None:
+        self._shown = shown
+
+    def __call__(self, unraisable: Any) -> None:
         if str(unraisable.exc_value) != "Event loop is closed":
-            shown(unraisable)
+            self._shown(unraisable)
 
-    sys.unraisablehook = show
-    yield
-    sys.unraisablehook = shown
+    @classmethod
+    def drop(cls) -> None:
+        """Installs it, once."""
+        if not isinstance(sys.unraisablehook, cls):
+            sys.unraisablehook = cls(sys.unraisablehook)
 
 
 def _raise_unread(path: Path, error: Exception) -> NoReturn:

@@ -185,8 +185,7 @@ class Checkpoints:
         if found:
             raise InputError(
                 f"no checkpoint in {self.folder} can be read (steps {found}, now named "
-                f"STEP.corrupt); to start from the beginning remove {self.folder.parent} or set "
-                "another output_dir"
+                "STEP.corrupt); set another output_dir to start from the beginning"
             )
         return None
 

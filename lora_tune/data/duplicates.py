@@ -19,7 +19,7 @@ def seen_in_training(train: Examples, held_out: Examples) -> int:
     """How many held-out examples equal a training example in tokens and mask."""
     # Of another length than all held-out ones, an example is none of them.
     alike = np.flatnonzero(np.isin(train.lengths, held_out.lengths))
-    return _found(_digests(held_out, range(len(held_out))), _digests(train, alike.tolist()))
+    return _found(_digests(held_out, range(len(held_out))), _digests(train, map(int, alike)))
 
 
 def prompts_seen_in_training(train: Examples, held_out: Examples) -> int:

@@ -168,11 +168,12 @@ def read_json(path: Path) -> dict[str, Any]:
             # As much memory is taken as is asked for.
             raw = file.read(min(size, _MOST_JSON) + 1)
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from error
+        advice = f"; {remedy(path.parent)}" if isinstance(error, FileNotFoundError) else ""
+        raise InputError(f"{path}: cannot be read ({error.strerror}){advice}") from error
     if len(raw) > _MOST_JSON:
         raise InputError(
             f"{path}: is larger than {_MOST_JSON // 10**6} MB, which no file of a model "
-            "is; copy or download it again"
+            f"is; {remedy(path.parent)}"
         )
     try:
         content = json.loads(raw.decode("utf-8"))

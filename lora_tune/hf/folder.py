@@ -71,7 +71,8 @@ def replace_file(path: Path, text: str) -> None:
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
-        beside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            beside.unlink()
 
 
 @contextlib.contextmanager

@@ -50,8 +50,9 @@ def load_params(
 
     Every parameter is assembled per device: a device's slice is filled from the parts of the files
     that it covers, cast there, and sent off, so host memory holds about one slice of one (stacked)
-    parameter at a time, and a few MB for each thread that reads. Values are only moved and cast,
-    never changed.
+    parameter at a time, and for each thread that reads at most two pieces of `CHUNK` bytes, as read
+    and as cast, and one of 2 MB in which it is transposed. Values are only moved and cast, never
+    changed.
 
     Args:
       model: concrete or abstract; only shapes and metadata are read.
@@ -194,7 +195,8 @@ class Loader:
         if not tensor.shape:
             target = target.reshape(1)
         width = stored.itemsize * math.prod(tensor.shape[1:])
-        for low, high in row_ranges((len(target), *tensor.shape[1:]), stored.itemsize, CHUNK):
+        widest = max(stored.itemsize, target.itemsize)
+        for low, high in row_ranges((len(target), *tensor.shape[1:]), widest, CHUNK):
             first = rows.start + low
             last = rows.start + high
             raw = self._reader.read(tensor, first * width, last * width, passing=True)

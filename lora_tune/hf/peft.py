@@ -21,7 +21,7 @@ from lora_tune.errors import InputError
 from lora_tune.hf.adapters import Adapter, collect_adapters, factor_shapes, scale_shape
 from lora_tune.hf.card import adapter_card
 from lora_tune.hf.files import raise_listed
-from lora_tune.hf.folder import new_folder
+from lora_tune.hf.folder import new_folder, remedy
 from lora_tune.hf.fused import Found, Pair, fuse_experts, split_fused
 from lora_tune.hf.header import header_bytes, read_header, write_array
 from lora_tune.hf.peft_config import (
@@ -292,7 +292,9 @@ def _read_halves(folder: FilePath) -> Halves:
     """Module -> its A and B in float32; every key of the file is accounted for."""
     path = folder / WEIGHTS_FILE
     if not path.is_file():
-        raise InputError(f"{path}: no such file; only safetensors adapters can be read")
+        raise InputError(
+            f"{path}: no such file; only safetensors adapters can be read; {remedy(path.parent)}"
+        )
     halves: Halves = {}
     problems = []
     for tensor in read_header(path)[0]:

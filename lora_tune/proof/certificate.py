@@ -63,6 +63,9 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
     if found["windows"]:
         yield _windows(found["windows"])
     yield from (f"- **{problem}**" for problem in found["problems"])
+    if found["problems"] and found["step"] is not None:
+        command = f"lora-tune export run={found['run']} to=OUT"
+        yield f"- of files that were changed or damaged, `{command}` writes this checkpoint's anew"
     if found["adapter"]:
         yield from _adapter(found["adapter"])
     if found["merge"]:
@@ -101,6 +104,7 @@ def _merge(found: Mapping[str, Any]) -> Iterator[str]:
     if written:
         same = f"byte for byte as in the base: {found['unchanged']}"
         yield f"- tensors changed: {found['changed']}, {same}"
+    if found["max_logit_error"] is not None:
         yield f"- largest difference of a logit from ours: {found['max_logit_error']:.3g}"
     if found["max_rounding"] is not None:
         yield (

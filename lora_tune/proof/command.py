@@ -112,8 +112,8 @@ class _Proof:
         run, config, pairs = self.run, None, {}
         if self.adapter:
             with self._noted():
-                config = read_json(self.adapter / CONFIG_FILE)
                 pairs, problems = adapters.compare(self.adapter, run)
+                config = read_json(self.adapter / CONFIG_FILE)
                 self.problems += problems
         if self.merged:
             with self._noted():
@@ -173,6 +173,8 @@ class _Proof:
         self, rows: Rows, pairs: adapters.Pairs
     ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         merge = self._merge(pairs)
+        if self.problems:
+            return None, merge
         rounded = merge is not None and (merge["max_rounding"] or 0.0) >= 1e-6
         prover = Prover(self.run, rows, self.tolerance, exact=not rounded)
         with self._place():
@@ -249,11 +251,13 @@ class _Proof:
         return found | {"written": self.merged is not None, "max_logit_error": None}
 
     def _loads(self, config: Mapping[str, Any] | None, pairs: adapters.Pairs) -> dict[str, Any]:
-        if config is None:
+        if self.adapter is None:
             return {}
         wrong = ["see the problems"] if self.problems else []
         found = {"peft": _entry(wrong, by="loaded")}
-        against = serving.reasons_against(config, pairs, self.run.model_type)
+        against = dict.fromkeys(serving.SERVERS, ())
+        if config is not None:
+            against = serving.reasons_against(config, pairs, self.run.model_type)
         for server, reasons in against.items():
             found[server] = _entry([*reasons, *wrong], by="rules")
         return found

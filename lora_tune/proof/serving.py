@@ -15,6 +15,7 @@ from lora_tune.hf.fused import Pair
 from lora_tune.hf.peft_config import FUSED_TYPES, PARAMETER_TYPES, split_expert
 from lora_tune.lora.config import scaling
 
+SERVERS = ("vllm", "sglang")
 _HEADS = ("lm_head", "embed_tokens")
 
 
@@ -28,7 +29,7 @@ def reasons_against(
       pairs: the adapter by module.
       model_type: that of the base.
     """
-    scale = scaling(config["r"], config["lora_alpha"], config["use_rslora"])
+    scale = scaling(config["r"], config["lora_alpha"], bool(config.get("use_rslora")))
     odd = [m for m, pair in pairs.items() if not math.isclose(pair.scale, scale, rel_tol=1e-6)]
     heads = [module for module in pairs if module.rpartition(".")[2] in _HEADS]
     both, vllm = [], []

@@ -81,11 +81,14 @@ def random_weights(folder: Path) -> dict[str, np.ndarray]:
     }
 
 
-def write_chats(path: Path, count: int, *, first: int = 0) -> Path:
-    """Conversations of one and of two turns, all of different lengths in a short cycle."""
+def write_chats(path: Path, count: int, *, first: int = 0, ask: str = "count to") -> Path:
+    """Conversations of one and of two turns, all of different lengths in a short cycle.
+
+    Most of those that begin with other numbers are the same again; with another `ask` none is.
+    """
     lines = []
     for i in range(first, first + count):
-        turns = [("user", f"count to {i % 5 + 1}"), ("assistant", " ".join("abcde"[: i % 5 + 1]))]
+        turns = [("user", f"{ask} {i % 5 + 1}"), ("assistant", " ".join("abcde"[: i % 5 + 1]))]
         turns += [("user", "again"), ("assistant", f"no {i % 7}")] if i % 3 == 0 else []
         messages = [{"role": role, "content": content} for role, content in turns]
         lines.append(json.dumps({"messages": messages}))

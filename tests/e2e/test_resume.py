@@ -106,7 +106,7 @@ def wait_for(process: subprocess.Popen[str], seen: Callable[[], bool]) -> None:
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("small")
     model, chats = write_model(folder / "model"), write_chats(folder / "chats.jsonl", 60)
-    held_out = write_chats(folder / "held_out.jsonl", 5, first=100)
+    held_out = write_chats(folder / "held_out.jsonl", 5, first=100, ask="count up to")
     sections = {**SECTIONS, "data": {"eval_path": str(held_out)}}
     return write_recipe(folder / "recipe.yaml", model=model, chats=chats, **sections)
 
@@ -260,13 +260,24 @@ def test_a_run_without_its_checkpoints_is_not_replaced_unsaid(
     command = [f"recipe={recipe}", f"output_dir={folder}"]
     assert cli.main(command) == 2
     err = capsys.readouterr().err
-    assert "holds adapter and merged of a run, and no checkpoint to go on from" in err
+    both = f"{folder / 'adapter'} and {folder / 'merged'}"
+    assert f"{both}: left by a run of which no checkpoint is here" in err
     assert tree_of(folder) == before
     for name in ("adapter", "merged"):
         shutil.rmtree(folder / name)
+        (folder / name).mkdir()  # nothing in it is nothing to lose
     assert cli.main(command) == 0
     out = capsys.readouterr().out
     assert f"metrics.jsonl went up to step {STEPS}, and there is no checkpoint" in out
+    assert "training examples too" not in out
+
+
+def test_a_log_that_cannot_be_read_is_not_replaced_unsaid(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text("what is this\n")
+    assert cli.main([f"recipe={recipe}", f"output_dir={tmp_path}", "train.max_steps=1"]) == 0
+    assert "metrics.jsonl cannot be read, and there is no checkpoint" in capsys.readouterr().out
 
 
 @in_browser

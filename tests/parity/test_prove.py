@@ -311,6 +311,29 @@ def test_an_adapter_that_cannot_be_read_fails_by_name(run, tmp_path, capsys, nam
     error = prove(copy, capsys)
     assert f"{copy}/adapter/{name}: " in error
     assert "write the folder again" in error
+    assert f"`lora-tune export run={copy} to=OUT`" in (copy / "certificate.md").read_text()
+    (copy / "adapter" / name).unlink()
+    error = prove(copy, capsys)
+    assert f"{copy}/adapter/{name}: " in error
+    assert "write the folder again" in error
+
+
+@pytest.mark.parametrize("change", [{}, {"r": "x"}, {"lora_alpha": None}])
+def test_a_configuration_of_an_adapter_that_says_nothing_fails(run, tmp_path, capsys, change):
+    copy = without_merged(run, tmp_path / "run")
+    path = copy / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change} if change else {}))
+    assert f"{path}: cannot be read as a plain LoRA adapter" in prove(copy, capsys)
+
+
+def test_what_a_configuration_may_leave_out_is_as_peft_has_it(run, tmp_path, capsys):
+    copy = without_merged(run, tmp_path / "run")
+    path = copy / "adapter" / "adapter_config.json"
+    config = json.loads(path.read_text())
+    del config["use_rslora"]
+    path.write_text(json.dumps(config))
+    prove(copy, capsys, status=0)
+    assert figures(copy)["loads"]["vllm"]["loads"]
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
@@ -323,6 +346,13 @@ def test_a_merged_folder_that_cannot_be_read_fails_by_name(run, tmp_path, capsys
     error = prove(copy, capsys)
     assert f"{copy}/merged/{name}: " in error
     assert "write the folder again" in error
+
+
+@pytest.mark.parametrize("content", ["{}", '{"model_type": "nothing"}'])
+def test_a_configuration_of_a_merged_folder_that_says_nothing_fails(run, tmp_path, capsys, content):
+    copy = shutil.copytree(run, tmp_path / "run")
+    (copy / "merged" / "config.json").write_text(content)
+    assert "merged/config.json: is not that of the base" in prove(copy, capsys)
 
 
 def test_a_window_that_cannot_be_is_refused(run, capsys):

@@ -8,6 +8,7 @@ import decimal
 import io
 import json
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -385,3 +386,16 @@ def test_bad_usage_is_one_sentence(
         (tmp_path / "rows.jsonl").write_text(content)
         arguments = [*arguments[:-1], f"prompts={tmp_path / 'rows.jsonl'}"]
     assert sentence in run(capsys, *arguments, status=2)
+
+
+def test_answers_are_shown_in_any_thread(capsys: pytest.CaptureFixture[str]) -> None:
+    def show() -> None:
+        with commands._shown() as stream:
+            stream(0, "answer")
+
+    before = signal.getsignal(signal.SIGINT)
+    thread = threading.Thread(target=show)
+    thread.start()
+    thread.join()
+    assert capsys.readouterr().out == "answer"
+    assert signal.getsignal(signal.SIGINT) == before

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lora_tune import InputError
-from lora_tune.hf.folder import check_apart, new_folder
+from lora_tune.hf.folder import check_apart, new_folder, replace_file
 
 
 def write(folder: Path, kind: str, text: str) -> None:
@@ -59,3 +59,13 @@ def test_what_a_result_is_made_from_is_not_written_over(tmp_path: Path, out: str
     ):
         check_apart(tmp_path / out, source)
     check_apart(tmp_path / "run" / "fused", source)
+
+
+@pytest.mark.parametrize("name", ["in/file", "n" * 250])
+def test_a_file_that_cannot_be_written_is_named_itself(tmp_path: Path, name: str) -> None:
+    (tmp_path / "in").write_text("no folder")
+    path = tmp_path / name
+    with pytest.raises(OSError, match=r"Not a directory|too long") as caught:
+        replace_file(path, "text")
+    assert caught.value.filename == str(path)
+    assert [each.name for each in tmp_path.iterdir()] == ["in"]

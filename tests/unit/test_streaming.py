@@ -116,10 +116,11 @@ def test_merging_holds_a_few_pieces_of_a_tensor(wide, tmp_path):
     )
 
 
-def test_loading_holds_the_parameters_and_a_few_pieces(wide):
+@pytest.mark.parametrize("dtype", [BF16, np.float32])
+def test_loading_holds_the_parameters_and_a_few_pieces(wide, dtype):
     folder, model = wide
-    peak = peak_of(lambda: load_params(model, FAMILY, folder, dtype=BF16))
-    assert peak < 256e6 + IN_FLIGHT
+    peak = peak_of(lambda: load_params(model, FAMILY, folder, dtype=dtype))
+    assert peak < 128e6 * np.dtype(dtype).itemsize + IN_FLIGHT
 
 
 def test_a_merge_that_does_not_fit_the_disk_is_not_begun(wide, tmp_path, monkeypatch):
