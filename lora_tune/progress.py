@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -16,6 +15,8 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 from rich.progress import Progress as Bar
+
+from lora_tune.console import Console
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
@@ -48,7 +49,7 @@ def shown_as(what: str, *, stream: TextIO | None = None, least: int = LEAST) -> 
       stream: where to write, None for stderr. In a terminal it is one live line; elsewhere one
         plain line every 30 seconds, and one at the end.
     """
-    console = Console(file=stream or sys.stderr, highlight=False, soft_wrap=True)
+    console = Console(stream or sys.stderr)
     shown = _Live(what, console, least) if console.is_terminal else _Lines(what, console, least)
     try:
         yield shown

@@ -40,11 +40,12 @@ from lora_tune.hf.folder import (
 from lora_tune.hf.table import bind
 from lora_tune.lora.inject import AdapterRow, adapter_table, b_norms
 from lora_tune.prepare import Inputs, Training
+from lora_tune.proof import certificate
 from lora_tune.recipe import schema
 from lora_tune.report.ending import End, environment, reported
 from lora_tune.training import loop
 from lora_tune.training.best import Best, Criterion
-from lora_tune.training.metrics import MetricsLog, Unlogged, Writer, read_rows
+from lora_tune.training.metrics import MetricsLog, Unlogged, Writer, lost_rows
 from lora_tune.training.report import Terminal
 from lora_tune.training.state import Weights, unflatten
 from lora_tune.training.writers import make_writer
@@ -110,7 +111,10 @@ def _check_folders(recipe: schema.Recipe) -> None:
     """Refuses folders that cannot be written, or read, before anything else is."""
     run_dir = Path(recipe.output_dir)
     check_writable(run_dir)
-    begins = not steps_in(run_dir / "checkpoints")
+    checkpoints = run_dir / "checkpoints"
+    if checkpoints.exists() and not checkpoints.is_dir():
+        raise InputError(f"{checkpoints} is no folder; move it away or set another output_dir")
+    begins = not steps_in(checkpoints)
     if begins and recipe.train.resume not in ("auto", "never"):
         checkpoint_of(recipe.train.resume)
     check_replaceable(run_dir / "adapter", kind="adapter")
@@ -178,7 +182,8 @@ class _Run:
             trainable, opt_state, start = restored.trainable, restored.opt_state, restored.meta.step
         distributed.check_same({"the checkpoint to go on from": start})
         changed = lockfile.changed_packages(self.run_dir) if start else None
-        lost = self._lost_log() if restored is None else None
+        goes_on = start if checkpoints.steps() else 0
+        lost = lost_rows(self.run_dir, goes_on) if distributed.is_first() else None
         with distributed.together("write to the run folder"):
             if distributed.is_first():
                 self._describe(start)
@@ -240,6 +245,8 @@ class _Run:
         with distributed.together("write what was trained"):
             if distributed.is_first():
                 adapter, merged = self._export(weights, metrics, self._card(chosen))
+                if certificate.remove_outdated(self.run_dir, chosen.step):
+                    metrics.note("removed the certificate, which is of another step's files")
         return adapter, merged
 
     def _describe(self, start: int) -> None:
@@ -281,31 +288,14 @@ class _Run:
         if restored is not None:
             self.data.train.check(dict(restored.meta.position))
             if restored.meta.step > self.total_steps:
+                own = bool(checkpoints.steps())
+                instead = "set another output_dir" if own else "name an earlier one"
                 raise InputError(
-                    f"{checkpoints.folder} holds a checkpoint of step {restored.meta.step}, but "
-                    f"the recipe asks for {self.total_steps} steps; set another output_dir or "
-                    f"train.max_steps={restored.meta.step}"
+                    f"{checkpoints.folder if own else f'train.resume={resume}'} holds a checkpoint "
+                    f"of step {restored.meta.step}, but the recipe asks for {self.total_steps} "
+                    f"steps; {instead} or set train.max_steps={restored.meta.step}"
                 )
         return restored
-
-    def _lost_log(self) -> str | None:
-        """What to say of a log without a checkpoint, in whose place a new one begins."""
-        if not distributed.is_first():
-            return None
-        try:
-            last = max(
-                (row["step"] for row in read_rows(self.run_dir / "metrics.jsonl")), default=0
-            )
-        except (InputError, OSError):
-            found = "cannot be read"
-        else:
-            found = f"went up to step {last}" if last else ""
-        if not found:
-            return None
-        return (
-            f"note: metrics.jsonl {found}, and there is no checkpoint to go on from: training "
-            "begins anew, and so does the log"
-        )
 
     def _metrics(self, restored: Restored | None) -> MetricsLog:
         if not distributed.is_first():

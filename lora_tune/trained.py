@@ -27,11 +27,14 @@ def read_recipe(folder: Path, overrides: Sequence[str] = ()) -> schema.Recipe:
     """The recipe of a run folder, for use of what was trained rather than for training.
 
     Raises:
-      InputError: this is no run folder, or an override is wrong.
+      InputError: this is no run folder, its base is gone, or an override is wrong.
     """
-    if not (folder / "recipe.yaml").is_file():
-        raise InputError(f"{folder} is no run folder: there is no recipe.yaml in it")
-    recipe = recipes.load(str(folder / "recipe.yaml"), overrides)
+    recipe = recipes.load(recipes.of_run(folder), overrides)
+    base = recipe.model.path
+    if Path(base).is_absolute() and not Path(base).exists():
+        raise InputError(
+            f"{folder}: its base {base} is not there; if it has moved, give model.path=FOLDER"
+        )
     # What training kept for its backward pass is of no use here, and not every device can do it.
     return dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, remat="full"))
 

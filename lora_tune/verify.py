@@ -3,10 +3,12 @@
 
 import dataclasses
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+import jax
 
 from lora_tune import build, words
 from lora_tune import recipe as recipes
@@ -14,7 +16,6 @@ from lora_tune.checkpoint.choice import steps_in
 from lora_tune.checkpoint.folder import read_one
 from lora_tune.errors import InputError
 from lora_tune.prepare import Inputs, Training
-from lora_tune.recipe import schema
 from lora_tune.training import loop
 from lora_tune.training.best import Best
 from lora_tune.training.metrics import CLOCK, read_rows
@@ -40,29 +41,51 @@ def verify_resume(pairs: words.Pairs) -> str | None:
     if last < 1:
         raise InputError(f"last is {last}, expected at least 1, the number of losses to compare")
     folder = Path(given["run"])
-    if not (folder / "recipe.yaml").is_file():
-        raise InputError(f"{folder} is no run folder: there is no recipe.yaml in it")
     overrides = [f"{key}={given[key]}" for key in _BASE if key in given]
-    recipe = recipes.load(str(folder / "recipe.yaml"), overrides)
-    logged = {row["step"]: row for row in read_rows(folder / "metrics.jsonl") if "loss" in row}
-    start = _start(folder, sorted(logged), last)
+    recipe = recipes.load(recipes.of_run(folder), overrides)
+    log = folder / "metrics.jsonl"
+    logged = {row["step"]: row for row in read_rows(log) if "loss" in row}
+    if not logged:
+        raise InputError(f"{log} has no step that was trained, so there is nothing to compare with")
+    inputs = Inputs.read(recipe)
+    _, schedule = build.optimizer_of(recipe, inputs.total_steps)
+    since = _changed_at(logged, schedule)
+    if since:
+        print(
+            f"steps up to {since} were trained with other learning rates than the recipe now gives "
+            "them (train.max_steps was another then, or optim.*): they are left out"
+        )
+    start = _start(folder, sorted(step for step in logged if step > since), last, since)
     if (fewer := sum(step > start for step in logged)) < last:
         print(f"fewer steps than last={last} can be compared: {fewer}")
-    replayed = _replay(recipe, folder, start, max(logged))
+    replayed = _replay(inputs, folder, start, max(logged))
     wanted = {step: row for step, row in logged.items() if step > start}
     return _compare(wanted, replayed)
 
 
-def _start(folder: Path, logged: list[int], last: int) -> int:
-    """The newest step to go on from with so many logged steps after it, or the oldest there is."""
+def _changed_at(
+    logged: Mapping[int, Mapping[str, Any]], schedule: Callable[[Any], jax.Array]
+) -> int:
+    """The last step whose learning rate is not that of the schedule, 0 if all are."""
+    rates = loop.learning_rates(schedule, max(logged))
+    other = (step for step, row in logged.items() if row["learning_rate"] != float(rates[step - 1]))
+    return max(other, default=0)
+
+
+def _start(folder: Path, logged: list[int], last: int, since: int) -> int:
+    """The newest step to go on from with so many logged steps after it, or the oldest there is.
+
+    `logged` are the steps after `since` that can be compared, ascending.
+    """
     # A run begins with a logged step 1, unless it went on from the checkpoint of another.
     beginning = [0] if logged[:1] == [1] else []
     possible = [*beginning, *steps_in(folder / "checkpoints")]
-    useful = [step for step in possible if logged and step < logged[-1]]
+    useful = [step for step in possible if logged and since <= step < logged[-1]]
     if not useful:
+        after = f" from step {since} on" if since else ""
         raise InputError(
-            f"{folder} has no checkpoint with a logged step after it, so there is nothing to train "
-            "again and compare; let it train on"
+            f"{folder} has no checkpoint{after} with a logged step after it, so there is nothing "
+            "to train again and compare; let it train on"
         )
     enough = [step for step in useful if sum(each > step for each in logged) >= last]
     return max(enough, default=min(useful))
@@ -110,15 +133,12 @@ class _Unsaved:
         pass
 
 
-def _replay(
-    recipe: schema.Recipe, folder: Path, start: int, end: int
-) -> dict[int, Mapping[str, Any]]:
-    inputs = Inputs.read(recipe)
+def _replay(inputs: Inputs, folder: Path, start: int, end: int) -> dict[int, Mapping[str, Any]]:
     training = Training.build(inputs)
     trainable, opt_state, frozen = training.state
     counts: Mapping[str, int] = {}
     if start:
-        fingerprint = build.fingerprint(recipe, inputs.source)
+        fingerprint = build.fingerprint(inputs.recipe, inputs.source)
         path = folder / "checkpoints" / str(start)
         restored = read_one(path, (trainable, opt_state), fingerprint)
         inputs.data.train.check(dict(restored.meta.position))

@@ -288,15 +288,18 @@ def _read_arrays(
 class _LateWords:
     """In the place of `sys.unraisablehook` from a failed read by Orbax on.
 
-    What other threads still have to say of such a read goes to an event loop that is closed by
-    then, and Python would print a traceback of it beside our sentence.
+    Its other reads of the same checkpoint fail too, and nobody asks them for their errors; or they
+    end later, and their event loop is closed. Python would print a traceback of each beside our
+    sentence.
     """
 
     def __init__(self, shown: Callable[[Any], None]) -> None:
         self._shown = shown
 
     def __call__(self, unraisable: Any) -> None:
-        if str(unraisable.exc_value) != "Event loop is closed":
+        code = getattr(unraisable.object, "cr_code", None)
+        of_orbax = code is not None and "orbax" in code.co_filename
+        if not of_orbax and str(unraisable.exc_value) != "Event loop is closed":
             self._shown(unraisable)
 
     @classmethod
@@ -315,7 +318,10 @@ def _raise_unread(path: Path, error: Exception) -> NoReturn:
             f"checkpoint {path} cannot be read now ({first_line(error)}); see to that, then run "
             "the same command again"
         ) from error
-    raise Damaged(first_line(error)) from error
+    cause: BaseException = error
+    while cause.__cause__ is not None:  # Orbax tells where, the storage tells what
+        cause = cause.__cause__
+    raise Damaged(first_line(cause)) from error
 
 
 def _sharding(leaf: Any) -> jax.sharding.Sharding:
@@ -372,7 +378,7 @@ def _shortened(problems: list[str], *, most: int = 8) -> str:
     return ", ".join(problems[:most]) + more
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """The first line of what an error says, or its kind."""
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0][:300]

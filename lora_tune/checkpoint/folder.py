@@ -28,11 +28,12 @@ _OS_REASON = re.compile(
 class Checkpoints:
     """The checkpoints of one run folder.
 
-    Opening the folder removes what a killed save or a killed removal left there. A checkpoint is
+    Opening the folder removes what a killed save or a killed removal left there; the first save
+    makes it. A checkpoint is
     written while training goes on; leaving the object as a context waits for the last one.
 
     Args:
-      folder: `RUN/checkpoints`; made if it does not exist.
+      folder: `RUN/checkpoints`.
       keep: how many of the newest to keep. The one with the best evaluation is kept besides.
       every: save after every so many steps; 0 saves only where the caller asks.
       fingerprint: plain JSON values that a continued run must share with the checkpoint.
@@ -124,6 +125,7 @@ class Checkpoints:
             self._measured,
         )
         try:
+            self.folder.mkdir(parents=True, exist_ok=True)
             self._pending = path, files.start_writing(path, state, meta)
         except Exception as error:
             self._refused(path, error)
@@ -209,7 +211,6 @@ class Checkpoints:
 
     def _open(self) -> None:
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
             self._sweep()
         except OSError as error:
             raise InputError(
@@ -229,7 +230,7 @@ class Checkpoints:
         ) from error
 
     def _sweep(self) -> None:
-        if not is_first():
+        if not is_first() or not self.folder.exists():
             return
         for path in self.folder.iterdir():
             if _LEFTOVER.match(path.name):

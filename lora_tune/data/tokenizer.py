@@ -34,7 +34,8 @@ def load(path: str, *, vocab_size: int | None = None) -> "PreTrainedTokenizerBas
             local_files_only=local.is_dir(),
         )
     except Exception as error:  # the tokenizers library raises bare Exception for a broken file
-        reason = str(error).strip().split("\n")[0]
+        said = [line.strip() for line in str(error).strip().splitlines()] or [""]
+        reason = said[0] if not said[0].endswith(":") else " ".join(said)[:300]
         raise InputError(f"no tokenizer can be loaded from {path!r}: {reason}") from error
     if not tokenizer.is_fast:
         raise InputError(

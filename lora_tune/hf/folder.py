@@ -7,11 +7,15 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from lora_tune.errors import InputError
 
 MARKER = "lora_tune_export.json"
-"""File that marks a folder as written by this package, which alone may replace it."""
+"""File that marks a folder as written by this package, which alone may replace it.
+
+It names the kind of what is there and, so that no other is lost, the files.
+"""
 _COPIED = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 _TEMPLATES = "additional_chat_templates"
 
@@ -41,7 +45,8 @@ def new_folder(out_dir: Path, *, kind: str, size: int = 0) -> Iterator[Path]:
     try:
         partial.mkdir(parents=True)
         yield partial
-        (partial / MARKER).write_text(json.dumps({"kind": kind}) + "\n", encoding="utf-8")
+        written = {"kind": kind, "files": [*_files(partial)]}
+        (partial / MARKER).write_text(json.dumps(written) + "\n", encoding="utf-8")
         _sync(partial)
         _swap(partial, out_dir, old)
     except OSError as error:
@@ -111,17 +116,29 @@ def check_replaceable(out_dir: Path, *, kind: str) -> None:
 
     Raises:
       InputError: `out_dir` is a file, or a non-empty folder that this package did not write, or
-        wrote as something else.
+        wrote as something else, or in which there are other files too.
     """
     if not out_dir.exists() and not out_dir.is_symlink():
         return
     if not out_dir.is_dir():
         raise InputError(f"{out_dir}: exists and is not a folder; choose another output folder")
-    held = _kind(out_dir)
-    if any(out_dir.iterdir()) and held != kind:
+    if not any(out_dir.iterdir()):
+        return
+    marker = _marker(out_dir)
+    held = marker.get("kind")
+    if held != kind:
         what = "was not written by lora-tune" if held is None else f"holds the export {held!r}"
         raise InputError(
             f"{out_dir}: is not empty and {what}; choose another output folder or empty it"
+        )
+    written = marker.get("files")
+    ours = map(str, written if isinstance(written, list) else ())
+    other = sorted({*_files(out_dir)}.difference(ours))
+    if other:
+        more = f" and {len(other) - 1} more" if len(other) > 1 else ""
+        raise InputError(
+            f"{out_dir}: would be replaced, and holds {other[0]}{more}, which lora-tune did not "
+            "write; move it away or choose another output folder"
         )
 
 
@@ -183,20 +200,27 @@ def remedy(folder: Path) -> str:
     """What to do about a damaged file, which depends on who wrote its folder."""
     if folder.parent.name == "snapshots":
         return "remove the model from the hub's cache and download it again"
-    if _kind(folder) is not None:
+    if _marker(folder):
         return "write the folder again, or take a copy of it"
     if (folder / "adapter_config.json").is_file():
         return "save the adapter again, or take a copy of it"
     return "copy or download it again"
 
 
-def _kind(folder: Path) -> str | None:
-    """What a folder of ours holds, None for a folder that is not ours."""
+def _marker(folder: Path) -> dict[str, Any]:
+    """What the marker of a folder of ours says, {} for a folder that is not ours."""
     try:
         found = json.loads((folder / MARKER).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None
-    return found.get("kind") if isinstance(found, dict) else None
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _files(folder: Path) -> Iterator[str]:
+    """The files below a folder, but for the marker."""
+    for path in folder.rglob("*"):
+        if not path.is_dir() and path != folder / MARKER:
+            yield path.relative_to(folder).as_posix()
 
 
 def check_companions(source: Path, *, skip: Sequence[str] = ()) -> None:
@@ -205,7 +229,7 @@ def check_companions(source: Path, *, skip: Sequence[str] = ()) -> None:
     Raises:
       InputError: one of them is a link out of the folder: what it leads to is not the model's.
     """
-    for file in (*_companions(source, skip), *(source / _TEMPLATES).rglob("*")):
+    for file in (*companions(source, skip), *(source / _TEMPLATES).rglob("*")):
         check_inside(file, source)
 
 
@@ -216,13 +240,14 @@ def copy_companions(source: Path, target: Path, *, skip: Sequence[str] = ()) -> 
       InputError: as of `check_companions`.
     """
     check_companions(source, skip=skip)
-    for file in _companions(source, skip):
+    for file in companions(source, skip):
         shutil.copyfile(file, target / file.name)
     if (source / _TEMPLATES).is_dir():
         shutil.copytree(source / _TEMPLATES, target / _TEMPLATES)
 
 
-def _companions(source: Path, skip: Sequence[str]) -> Iterator[Path]:
+def companions(source: Path, skip: Sequence[str] = ()) -> Iterator[Path]:
+    """The files of a model folder that belong beside its weights, but for those named in `skip`."""
     for file in sorted(source.iterdir()):
         wanted = file.suffix in _COPIED or file.name.startswith("LICENSE")
         index = file.name.endswith(".index.json") or file.name.startswith("adapter_")

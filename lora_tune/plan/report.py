@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from rich.console import Console
 from rich.table import Table
 
+from lora_tune.console import Console
 from lora_tune.hf.folder import replace_file
 from lora_tune.plan.measure import Memory, TooLarge
 from lora_tune.plan.planner import Plan, overrides_of, rows_of
@@ -144,7 +144,7 @@ def trial_line(trial: Trial) -> str:
 
 def show_search(found: Found | None, console: Console | None = None) -> None:
     """Prints what a search found beside the plan of the least bound."""
-    console = console or Console(highlight=False, soft_wrap=True)
+    console = console or Console()
     if found is None:
         console.print("search: nothing that was compiled fits")
         return
@@ -158,7 +158,7 @@ def show_search(found: Found | None, console: Console | None = None) -> None:
 
 def show(plan: Plan, console: Console | None = None) -> None:
     """Prints a plan."""
-    console = console or Console(highlight=False, soft_wrap=True)
+    console = console or Console()
     for line in _head(plan):
         console.print(line, markup=False)
     console.print(_memory_table(plan))

@@ -15,6 +15,13 @@ from lora_tune.trained import Trained
 Pairs = Mapping[str, Pair]
 
 
+def trained_pairs(run: Trained) -> Pairs:
+    """What the run's checkpoint says that its adapter is; zeros where there is no checkpoint."""
+    assert run.lora is not None
+    state = run.adapter_state()
+    return adapter_pairs(state, run.leaves, run.lora, model_type=run.model_type)
+
+
 def compare(folder: Path, run: Trained) -> tuple[Pairs, list[str]]:
     """Reads an adapter's folder and says what differs from the run.
 
@@ -26,10 +33,8 @@ def compare(folder: Path, run: Trained) -> tuple[Pairs, list[str]]:
     Raises:
       InputError: the folder cannot be read as an adapter of this model; it names the tensors.
     """
-    assert run.lora is not None
     found = read_pairs(folder, run.leaves, model_type=run.model_type)
-    state = run.adapter_state()
-    trained = adapter_pairs(state, run.leaves, run.lora, model_type=run.model_type)
+    trained = trained_pairs(run)
     known = run.step is not None
     problems = [
         f"{module}: was trained, and is not in {folder.name}/"

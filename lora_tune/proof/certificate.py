@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The certificate of a run: the figures as JSON, and the same to read."""
 
+import contextlib
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -27,6 +28,26 @@ def write(folder: Path, certificate: Mapping[str, Any]) -> None:
         raise InputError(
             f"{folder}: the certificate could not be written ({error.strerror or error})"
         ) from error
+
+
+def remove_outdated(folder: Path, step: int) -> bool:
+    """Removes a certificate whose files have been written anew from another step.
+
+    Returns:
+      Whether there was one.
+    """
+    try:
+        found = json.loads((folder / FIGURES).read_text(encoding="utf-8"))
+        same = found["step"] == step
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError, TypeError, KeyError):
+        same = False
+    if not same:
+        for name in (FIGURES, SUMMARY):
+            with contextlib.suppress(OSError):
+                (folder / name).unlink()
+    return not same
 
 
 def _json(certificate: Mapping[str, Any]) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 
 from lora_tune import build_data, run_lock, trained, words
 from lora_tune.errors import InputError
+from lora_tune.export import write
 from lora_tune.hf.adapters import flat_arrays
 from lora_tune.hf.files import read_json
 from lora_tune.hf.header import nbytes
@@ -82,6 +83,11 @@ class _Proof:
                 f"{run.folder} has neither adapter/ nor merged/, which a run writes at its end; "
                 "give its command again to go on"
             )
+        if run.lora and not self.adapter and run.step is None:
+            raise InputError(
+                f"{run.folder} has neither adapter/ nor a checkpoint, so nothing says what merged/ "
+                "should be"
+            )
         if self.adapter and not self._has_base():
             raise InputError(
                 f"{run.folder}: its base was drawn at random (model.init=random) and lies nowhere, "
@@ -115,11 +121,13 @@ class _Proof:
                 pairs, problems = adapters.compare(self.adapter, run)
                 config = read_json(self.adapter / CONFIG_FILE)
                 self.problems += problems
+        elif run.lora:
+            pairs = adapters.trained_pairs(run)
         if self.merged:
             with self._noted():
                 read_json(self.merged / "config.json")
                 open_base(self.merged, run.model.family)
-                if not self.adapter and run.step is not None:
+                if run.lora is None and run.step is not None:
                     weights = flat_arrays(unflatten(run.weights))
                     self.problems += merged.compare_trained(
                         self.merged, run.model.family, run.leaves, weights
@@ -177,11 +185,11 @@ class _Proof:
             return None, merge
         rounded = merge is not None and (merge["max_rounding"] or 0.0) >= 1e-6
         prover = Prover(self.run, rows, self.tolerance, exact=not rounded)
-        with self._place():
+        with self._place() as whole:
             for number, window in enumerate(self.windows, start=1):
                 if window is not None:
                     print(f"window {number} of {len(self.windows)}", file=sys.stderr, flush=True)
-                with self._part(window, pairs) as part:
+                with self._part(window, whole, pairs) as part:
                     prover.take(part)
         found = prover.found
         self.problems += found.problems
@@ -202,36 +210,53 @@ class _Proof:
         return adapter, merge
 
     @contextlib.contextmanager
-    def _place(self) -> Iterator[None]:
-        """Keeps the run folder while windows are cut into it, without those of a killed proof."""
+    def _place(self) -> Iterator[Path | None]:
+        """Keeps the run folder while windows are cut into it, without those of a killed proof.
+
+        Yields the adapter that windows are cut from: that of the checkpoint where there is no
+        other.
+        """
         if self.windows == [None]:
-            yield
+            yield self.adapter
             return
         with run_lock.held(self.run.folder):
             for left in [*self.run.folder.glob(f"{_WINDOW}*")]:
                 shutil.rmtree(left, ignore_errors=True)
-            yield
+            run = self.run
+            if self.adapter or run.lora is None:
+                yield self.adapter
+                return
+            with tempfile.TemporaryDirectory(prefix=_WINDOW, dir=run.folder) as folder:
+                written = Path(folder) / "adapter"
+                write.adapter(run.adapter_state(), run.leaves, run.lora, run.origin, written)
+                yield written
 
     @contextlib.contextmanager
-    def _part(self, window: Window | None, pairs: adapters.Pairs) -> Iterator[Part]:
-        """The whole base, or a window of it in a folder that is removed afterwards."""
+    def _part(
+        self, window: Window | None, whole: Path | None, pairs: adapters.Pairs
+    ) -> Iterator[Part]:
+        """The whole base, or a window of it in a folder that is removed afterwards.
+
+        `whole` is the adapter that windows are cut from.
+        """
         run = self.run
         if window is None:
-            yield Part(run.source.folder, self.adapter, self.merged, pairs)
+            yield Part(run.source.folder, self.adapter, self.adapter, self.merged, pairs)
             return
         family = run.model.family
         experts = getattr(run.model.config, "num_experts", 0)
         with tempfile.TemporaryDirectory(prefix=_WINDOW, dir=run.folder) as folder:
-            base, adapter, whole = (Path(folder) / name for name in ("base", "adapter", "merged"))
-            there = self.adapter and cut_adapter(self.adapter, adapter, window, experts)
+            base, adapter, merge = (Path(folder) / name for name in ("base", "adapter", "merged"))
+            there = whole is not None and cut_adapter(whole, adapter, window, experts)
             if run.lora is not None and (there or self.merged is not None):
                 cut_base(run.source.folder, base, family, window)
             if self.merged is not None:
-                cut_base(self.merged, whole, family, window)
+                cut_base(self.merged, merge, family, window)
             yield Part(
                 base,
                 adapter if there else None,
-                whole if self.merged is not None else None,
+                adapter if there and self.adapter else None,
+                merge if self.merged is not None else None,
                 {new: pair for name, pair in pairs.items() if (new := window.inside(name))},
                 window,
             )

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from lora_tune.hf.files import read_json
+from lora_tune.hf.folder import companions
 from lora_tune.hf.fused import Pair
 from lora_tune.hf.load import open_base
 from lora_tune.hf.table import Leaf, hf_state
@@ -75,7 +76,7 @@ def compare(
     if other is not None:
         extra = sorted(set(other.tensors) - set(base.tensors))
         found.problems += [f"{n}: is in {other.folder.name}/, and not in the base" for n in extra]
-        found.problems += _config_problems(base_folder, other.folder, family, full=not updates)
+        found.problems += _companion_problems(base_folder, other.folder, family, full=not updates)
     found.update_lost = (lost / whole) ** 0.5 if whole else 0.0
     return found
 
@@ -109,14 +110,18 @@ def compare_trained(
     return problems
 
 
-def _config_problems(base: Path, merged: Path, family: Family, *, full: bool) -> list[str]:
-    """Whether the configuration is the base's, as other libraries read it; `full` has own types."""
+def _companion_problems(base: Path, merged: Path, family: Family, *, full: bool) -> list[str]:
+    """What is not as beside the base's weights: other libraries read it.
+
+    The configuration of `full` training has types of its own.
+    """
     name = "config.json"
     wanted, found = family.portable_config(read_json(base / name)), read_json(merged / name)
     own = ("dtype", "torch_dtype") if full else ()
     if any(wanted.get(k) != found.get(k) for k in {*wanted, *found}.difference(own)):
         return [f"{merged.name}/{name}: is not that of the base"]
-    return []
+    absent = [file.name for file in companions(base) if not (merged / file.name).is_file()]
+    return [f"{each}: is in the base, and not in {merged.name}/" for each in absent]
 
 
 def _count(tensor: Tensor, new: Tensor, found: Changes, *, expected: bool) -> None:

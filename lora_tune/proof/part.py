@@ -43,12 +43,14 @@ class Part:
 
     Attributes:
       base: folder of the base, or of its window.
+      trained: the adapter that was trained, for a window of the base; None where it adapts nothing.
       adapter, merged: those of the run, cut alike; None where there is none.
       pairs: the updates by module.
       window: None for the whole base.
     """
 
     base: Path
+    trained: Path | None
     adapter: Path | None
     merged: Path | None
     pairs: Mapping[str, Pair]
@@ -121,9 +123,9 @@ class Prover:
             model = _load(part.base, run)
             if part.window is None and run.step is not None:
                 model = trained.with_weights(add_lora(model, run.lora), run.weights)
-            elif part.adapter is not None:
+            elif part.trained is not None:
                 # A window's is the checkpoint's as well: the whole adapter has been compared.
-                model = build.with_adapter(model, part.adapter)
+                model = build.with_adapter(model, part.trained)
         return self._logits(model)
 
     def _logits(self, model: Decoder) -> np.ndarray:

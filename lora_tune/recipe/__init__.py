@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recipes: the typed schema, reading one with overrides, and writing the resolved one."""
 
-from lora_tune.recipe.files import find, save, shipped
+from lora_tune.recipe.files import find, of_run, save, shipped
 from lora_tune.recipe.parse import load
 from lora_tune.recipe.schema import (
     Data,
@@ -29,6 +29,7 @@ __all__ = [
     "Train",
     "find",
     "load",
+    "of_run",
     "save",
     "shipped",
 ]

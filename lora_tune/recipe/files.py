@@ -56,6 +56,21 @@ def find(name: str | Path) -> Path:
     )
 
 
+def of_run(folder: Path) -> Path:
+    """Return the recipe of a run folder.
+
+    Raises:
+        InputError: there is none in it.
+    """
+    path = folder / "recipe.yaml"
+    if not path.is_file():
+        raise InputError(
+            f"{folder} is no run folder: there is no recipe.yaml in it; name the output_dir of a "
+            "run, to which its training command writes that file anew"
+        )
+    return path
+
+
 def save(recipe: Recipe, path: str | Path) -> None:
     """Write `recipe` with every key resolved; loading the file gives an equal recipe.
 

@@ -30,9 +30,8 @@ def load(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
             what the recipe says under that key.
 
     Raises:
-        InputError: the file is missing or not YAML, or keys, types, required values or
-            combinations are wrong; one error names them all.
-        OSError: the file cannot be read.
+        InputError: the file is missing, cannot be read or is not YAML, or keys, types, required
+            values or combinations are wrong; one error names them all.
     """
     listed = isinstance(overrides, Sequence) and not isinstance(overrides, str)
     if not listed or not all(isinstance(text, str) for text in overrides):
@@ -40,7 +39,12 @@ def load(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
             f"overrides is {shown(overrides)}, expected a list of texts, as in ['lora.r=4']"
         )
     where = f"recipe {path_or_name}"
-    values = _read_yaml(find(path_or_name).read_bytes(), where)
+    path = find(path_or_name)
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{where} cannot be read ({error.strerror or error})") from error
+    values = _read_yaml(raw, where)
     problems: list[str] = []
     doubted: set[str] = set()  # keys that a problem is about: what follows from them is not said
     for text in overrides:

@@ -3,12 +3,14 @@
 
 import dataclasses
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from lora_tune import recipe as recipes
 from lora_tune import words
 from lora_tune.errors import InputError, short
 from lora_tune.hf.folder import replace_file
@@ -92,13 +94,13 @@ class RunFolder:
         Raises:
           InputError: it is none, or one of its files is damaged.
         """
-        if not (path / "recipe.yaml").is_file():
-            raise InputError(f"{path} is no run folder: there is no recipe.yaml in it")
-        recipe = _text(path / "recipe.yaml")
+        recipe = _text(recipes.of_run(path))
         try:
             settings = yaml.safe_load(recipe)
-        except (yaml.YAMLError, ValueError, RecursionError) as error:
-            raise InputError(f"{path / 'recipe.yaml'} is not YAML ({error})") from None
+        except (yaml.YAMLError, ValueError, RecursionError):
+            raise InputError(
+                f"{path / 'recipe.yaml'} is not YAML; the training command writes it anew"
+            ) from None
         table = _text(path / "adapters.tsv") if (path / "adapters.tsv").is_file() else ""
         config = path / "adapter" / "adapter_config.json"
         log = path / "metrics.jsonl"
@@ -142,7 +144,10 @@ def report(pairs: words.Pairs) -> None:
     given = words.parse(pairs, "report", _KEYS, foreign=_FOREIGN)
     if "run" not in given:
         raise InputError("expected run=DIR, the folder of a run")
-    print(f"wrote {write_report(Path(given['run']))}")
+    written = write_report(Path(given["run"]))
+    if not read_rows(written.with_name("metrics.jsonl")):
+        print("note: metrics.jsonl holds nothing, so the report has no curves", file=sys.stderr)
+    print(f"wrote {written}")
 
 
 def _text(path: Path) -> str:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The report on a terminal, in colour where it has any."""
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lora_tune.console import Console
 from lora_tune.data.examples import DataReport
 from lora_tune.review.report import Piece, Report
 
@@ -15,7 +15,7 @@ _BAR = 40
 
 def show(report: Report, console: Console | None = None) -> None:
     """Print the report; without colours, trained text stands in «»."""
-    console = console or Console(highlight=False, soft_wrap=True)
+    console = console or Console()
     console.print(_sources(report))
     console.print(_lengths(report))
     for check in report.checks:

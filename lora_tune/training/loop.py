@@ -15,8 +15,6 @@ goes on.
 """
 
 import math
-import os
-import signal
 import threading
 import time
 from collections import deque
@@ -33,7 +31,7 @@ import numpy as np
 from lora_tune.distributed import StopTogether, from_first
 from lora_tune.errors import InputError
 from lora_tune.machine import COMPILER
-from lora_tune.training import tripwires
+from lora_tune.training import signals, tripwires
 from lora_tune.training.best import Best, Criterion, is_better
 from lora_tune.training.gauges import Gauges
 from lora_tune.training.metrics import Writer
@@ -189,7 +187,7 @@ def run(
                 best=evaluate.best,
             )
 
-    with _signals(checkpoints.stopping) as stop, checkpoints, closing(numbered):
+    with signals.heard(checkpoints.stopping) as stop, checkpoints, closing(numbered):
         for step, batch in numbered:
             inputs = place(batch), key_of(step)
             if step == start_step + 1:
@@ -230,6 +228,11 @@ def run(
     return Outcome((trainable, opt_state, frozen), step, log.counts, interrupted, saved, early)
 
 
+def learning_rates(schedule: Callable[[Any], jax.Array], steps: int) -> np.ndarray:
+    """The learning rates of the first `steps` steps, [steps], as the log has them."""
+    return np.asarray(jax.jit(jax.vmap(schedule))(jnp.arange(steps)))
+
+
 class _Log:
     """Fetches the numbers of finished steps, checks them, and writes the rows that are due."""
 
@@ -248,7 +251,7 @@ class _Log:
         }
         # All at once and from zero: no small computation waits in the device's queue later, and a
         # continued run logs the very same numbers.
-        self._rates = np.asarray(jax.jit(jax.vmap(schedule))(jnp.arange(total_steps)))
+        self._rates = learning_rates(schedule, total_steps)
         self._logged = {1, total_steps}
         self._log_every = log_every
         self._pending: deque[tuple[int, Any, Mapping[str, int]]] = deque()
@@ -453,48 +456,3 @@ def _compile_aside(lowered: Any) -> Callable[..., Any]:
     if failed:
         raise failed[0]
     return compiled[0]
-
-
-class _Stop:
-    """What a signal has asked for, and whether it has to wait."""
-
-    name: str | None = None
-    waits = True
-
-    @contextmanager
-    def at_once(self) -> Iterator[None]:
-        """While nothing has been done that could be saved: a signal ends the program."""
-        self.waits = False
-        try:
-            yield
-        finally:
-            self.waits = True
-
-
-@contextmanager
-def _signals(stopping: str) -> Iterator[_Stop]:
-    """Turns the first SIGINT or SIGTERM into a request; the system ends the program at a second.
-
-    `stopping` says what the request makes the run do.
-    """
-    stop = _Stop()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-
-    def ask(number: int, _: Any) -> None:
-        for each in before:
-            signal.signal(each, signal.SIG_DFL)
-        stop.name = signal.Signals(number).name
-        if not stop.waits:
-            os.write(2, f"\n{stop.name}: stopped while compiling, nothing to save\n".encode())
-            raise KeyboardInterrupt(number)
-        # Printing is not safe in a signal handler, a plain write is.
-        os.write(2, f"\n{stop.name}: {stopping}\n".encode())
-
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -175,6 +175,28 @@ def read_rows(path: Path | str) -> list[dict[str, Any]]:
     return rows
 
 
+def lost_rows(run_dir: Path, start: int) -> str | None:
+    """What to say of a log that a run does not go on with as it should, None of any other.
+
+    Args:
+      run_dir: the run folder.
+      start: the step of its checkpoint that the run goes on from, 0 without one.
+    """
+    try:
+        last = max((row["step"] for row in read_rows(run_dir / "metrics.jsonl")), default=0)
+    except (InputError, OSError):
+        last = None
+    if start:  # where it cannot be read, opening it says so
+        return f"note: metrics.jsonl has lost its rows up to step {start}" if last == 0 else None
+    if last == 0:
+        return None
+    found = "cannot be read" if last is None else f"went up to step {last}"
+    return (
+        f"note: metrics.jsonl {found}, and there is no checkpoint to go on from: training begins "
+        "anew, and so does the log"
+    )
+
+
 def _rows_until(path: Path, step: int) -> list[dict[str, Any]]:
     return [row for row in read_rows(path) if row["step"] <= step]
 
@@ -188,7 +210,8 @@ def _line(row: Row) -> str:
 
 
 def _unwritable(path: Path, error: OSError) -> InputError:
+    advice = "move it away" if isinstance(error, IsADirectoryError) else "free space there"
     return InputError(
         f"{path} cannot be written: {error.strerror or error}; "
-        "free space there or set another output_dir, then run the same command again"
+        f"{advice} or set another output_dir, then run the same command again"
     )

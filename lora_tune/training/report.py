@@ -5,9 +5,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any, TextIO
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from lora_tune.console import Console
 from lora_tune.progress import clock
 from lora_tune.training.metrics import columns_of
 
@@ -33,7 +33,7 @@ class Terminal:
     def __init__(
         self, *, total_steps: int, start_step: int = 0, stream: TextIO | None = None
     ) -> None:
-        self._console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
+        self._console = Console(stream or sys.stdout)
         self._total = total_steps
         self._bar: Progress | None = None
         if self._console.is_terminal:

@@ -51,6 +51,7 @@ LEVELS = {
     "lora_tune.hf.table": 1,
     "lora_tune.assets": 0,
     "lora_tune.compiled": 0,
+    "lora_tune.console": 0,
     "lora_tune.run_lock": 0.5,
     "lora_tune.distributed": 0.5,
     "lora_tune.words": 0.5,

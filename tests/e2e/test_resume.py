@@ -251,6 +251,40 @@ def test_the_end_of_a_run_is_verified_and_the_run_is_left_alone(
     assert tree_of(whole) == before
 
 
+def test_a_run_that_was_made_longer_is_verified_from_there_on(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With more steps in all, the first ones would have other learning rates now."""
+    command = [f"recipe={recipe}", f"output_dir={tmp_path}", "save.merged=false", "save.keep=4"]
+    (tmp_path / "certificate.json").write_text('{"step": 4}')
+    assert cli.main([*command, "train.max_steps=4"]) == 0
+    assert (tmp_path / "certificate.json").exists()
+    capsys.readouterr()
+    assert cli.main([*command, "train.max_steps=7"]) == 0
+    assert "removed the certificate" in capsys.readouterr().out
+    assert not (tmp_path / "certificate.json").exists()
+    status, out, err = verified(tmp_path, 9)
+    assert status == 0, err
+    assert "steps up to 4 were trained with other learning rates" in out
+    assert "3 of 3 logged steps are the same, bit for bit" in out
+    shutil.rmtree(tmp_path / "checkpoints" / "4")
+    shutil.rmtree(tmp_path / "checkpoints" / "6")
+    status, _, err = verified(tmp_path, 9)
+    assert status == 2
+    assert "has no checkpoint from step 4 on with a logged step after it" in err
+    (tmp_path / "metrics.jsonl").unlink()
+    status, _, err = verified(tmp_path, 9)
+    assert status == 2
+    assert "metrics.jsonl has no step that was trained" in err
+    assert cli.main([*command, "train.max_steps=7"]) == 0
+    assert "metrics.jsonl has lost its rows up to step 7" in capsys.readouterr().out
+    assert cli.main(["report", f"run={tmp_path}"]) == 0
+    assert "so the report has no curves" in capsys.readouterr().err
+    (tmp_path / "adapter" / "mine.txt").write_text("kept")
+    assert cli.main([*command, "train.max_steps=8"]) == 2
+    assert "holds mine.txt, which lora-tune did not write" in capsys.readouterr().err
+
+
 def test_a_run_without_its_checkpoints_is_not_replaced_unsaid(
     recipe: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -325,6 +359,16 @@ def test_a_run_goes_on_from_the_checkpoint_of_another(
         assert "train.resume: expected auto, never, a run folder with checkpoints" in err
         assert repr(wrong) in err
         assert not (tmp_path / "new").exists()
+    words = [f"recipe={recipe}", place, f"train.resume={path}", f"train.max_steps={start - 1}"]
+    assert cli.main(words) == 2
+    err = capsys.readouterr().err
+    assert f"train.resume={path} holds a checkpoint of step {start}" in err
+    assert "name an earlier one" in err
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "checkpoints").touch()
+    assert cli.main(words[:2]) == 2
+    assert "checkpoints is no folder; move it away" in capsys.readouterr().err
     wrong = whole / "checkpoints" / "99"
     assert cli.main([*arguments[:1], place, f"train.resume={wrong}"]) == 2
     steps = ", ".join(map(str, Run(recipe, whole).saved()))

@@ -355,6 +355,31 @@ def test_a_configuration_of_a_merged_folder_that_says_nothing_fails(run, tmp_pat
     assert "merged/config.json: is not that of the base" in prove(copy, capsys)
 
 
+@pytest.mark.parametrize("words", [[], [IN_WINDOWS]], ids=["whole", "windows"])
+def test_a_merged_folder_alone_is_compared_with_the_checkpoint(run, tmp_path, capsys, words):
+    copy = shutil.copytree(run, tmp_path / "run", ignore=lambda *_: ["adapter"])
+    prove(copy, capsys, *words, status=0)
+    found = figures(copy)
+    assert found["adapter"] is None
+    assert 0 < found["merge"]["max_logit_error"] < 1e-4
+    assert found["vllm_serve"] == f"vllm serve {copy / 'merged'}"
+    name = "model.layers.1.self_attn.q_proj.weight"
+    path = copy / "merged" / "model.safetensors"
+    tensors = load_file(path)
+    tensors[name][0, 0] += 0.01
+    save_file(tensors, path, {"format": "pt"})
+    assert f"{name}: is off the base with its update" in prove(copy, capsys, *words)
+    shutil.rmtree(copy / "checkpoints")
+    error = prove(copy, capsys, *words, status=2)
+    assert "neither adapter/ nor a checkpoint, so nothing says what merged/ should be" in error
+
+
+def test_a_merged_folder_without_its_tokenizer_fails(run, tmp_path, capsys):
+    copy = shutil.copytree(run, tmp_path / "run")
+    (copy / "merged" / "tokenizer.json").unlink()
+    assert "tokenizer.json: is in the base, and not in merged/" in prove(copy, capsys)
+
+
 def test_a_window_that_cannot_be_is_refused(run, capsys):
     error = prove(run, capsys, "limit_gb=1e-5", status=2)
     assert "over limit_gb=1e-05" in error

@@ -258,8 +258,10 @@ def test_late_words_of_a_failed_read_are_not_shown(tmp_path, monkeypatch):
     for step in (2, 3):
         flip_a_byte(tmp_path / str(step) / "trainable")
     assert folder.restore(small_state()).meta.step == 1
-    for said in ("Event loop is closed", "another"):
-        sys.unraisablehook(types.SimpleNamespace(exc_value=RuntimeError(said)))
+    code = types.SimpleNamespace(co_filename="site-packages/orbax/checkpoint/serialization.py")
+    for said, of in (("Event loop is closed", None), ("lost", code), ("another", None)):
+        error, coroutine = RuntimeError(said), types.SimpleNamespace(cr_code=of)
+        sys.unraisablehook(types.SimpleNamespace(exc_value=error, object=coroutine))
     assert [str(each.exc_value) for each in told] == ["another"]
 
 

@@ -25,6 +25,19 @@ def test_an_export_of_another_kind_is_not_replaced(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
+def test_files_of_others_in_a_result_are_not_lost(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    write(out, "adapter", "first")
+    (out / "notes").mkdir()
+    (out / "notes" / "mine.txt").write_text("kept")
+    with pytest.raises(InputError, match=r"holds notes/mine\.txt, which lora-tune did not write"):
+        write(out, "adapter", "second")
+    assert (out / "notes" / "mine.txt").read_text() == "kept"
+    (out / "notes" / "mine.txt").unlink()
+    write(out, "adapter", "second")
+    assert (out / "content").read_text() == "second"
+
+
 @pytest.mark.parametrize("left", [".out.partial", ".out.old"])
 def test_what_a_killed_run_left_takes_no_room(tmp_path: Path, monkeypatch, left: str) -> None:
     out = tmp_path / "out"
