@@ -22,7 +22,7 @@ from flax import nnx
 from random_shapes import random_shape
 from safetensors.numpy import load_file, save_file
 from torch_models import FAMILIES as MODEL_TYPES
-from torch_models import random_tokens, read_theirs, their_logits, write_checkpoint
+from torch_models import exact, random_tokens, read_theirs, their_logits, write_checkpoint
 
 import lora_tune
 from lora_tune.hf.load import ignored_tensors, stored_names
@@ -69,12 +69,6 @@ def make(folder: Path, family: str, shape: str | int, **fields: Any) -> Checkpoi
     write_checkpoint(folder, model_type=family, **fields)
     theirs = read_theirs(folder) if named else exact(read_theirs(folder))
     return Checkpoint(family, folder, theirs, alone(theirs))
-
-
-def exact(theirs: Any) -> Any:
-    """Odd shapes make rounding grow: what counts is the exact value, not that of their float32."""
-    theirs.set_experts_implementation("eager")  # the others are of float32 alone
-    return theirs.double()
 
 
 def alone(model: Any) -> list[np.ndarray]:

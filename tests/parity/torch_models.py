@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random checkpoints as transformers writes them, and the logits of both sides."""
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +215,23 @@ def read_theirs(folder: Path) -> Any:
     )
     assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
     return model.eval()
+
+
+def exact(theirs: Any) -> Any:
+    """A model of theirs in float64: where rounding grows, the exact value counts, not theirs."""
+    theirs.set_experts_implementation("eager")  # the others are of float32 alone
+    return theirs.double()
+
+
+@contextlib.contextmanager
+def in_float64() -> Iterator[None]:
+    """Around the use of an exact model: what it would cast to float32 stays in float64.
+
+    In float32 the mask's least value of float64 is an infinity, and rows of padding become NaN.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "float32", torch.float64)
+        yield
 
 
 def their_logits(model: Any, tokens: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
