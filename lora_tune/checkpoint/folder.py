@@ -29,8 +29,8 @@ class Checkpoints:
     """The checkpoints of one run folder.
 
     Opening the folder removes what a killed save or a killed removal left there; the first save
-    makes it. A checkpoint is
-    written while training goes on; leaving the object as a context waits for the last one.
+    makes it. A checkpoint is written while training goes on; leaving the object as a context waits
+    for the last one.
 
     Args:
       folder: `RUN/checkpoints`.
