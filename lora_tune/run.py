@@ -3,6 +3,7 @@
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -112,8 +113,9 @@ def _check_folders(recipe: schema.Recipe) -> None:
     run_dir = Path(recipe.output_dir)
     check_writable(run_dir)
     checkpoints = run_dir / "checkpoints"
-    if checkpoints.exists() and not checkpoints.is_dir():
+    if os.path.lexists(checkpoints) and not checkpoints.is_dir():
         raise InputError(f"{checkpoints} is no folder; move it away or set another output_dir")
+    check_writable(checkpoints)
     begins = not steps_in(checkpoints)
     if begins and recipe.train.resume not in ("auto", "never"):
         checkpoint_of(recipe.train.resume)
@@ -175,6 +177,7 @@ class _Run:
             fingerprint=self.fingerprint,
             metric=recipe.train.metric_for_best_model,
             measured=self.measured,
+            total_steps=self.total_steps,
         )
         trainable, opt_state, frozen = self.training.state
         restored, start = self._restore(checkpoints, (trainable, opt_state)), 0
@@ -182,8 +185,10 @@ class _Run:
             trainable, opt_state, start = restored.trainable, restored.opt_state, restored.meta.step
         distributed.check_same({"the checkpoint to go on from": start})
         changed = lockfile.changed_packages(self.run_dir) if start else None
-        goes_on = start if checkpoints.steps() else 0
-        lost = lost_rows(self.run_dir, goes_on) if distributed.is_first() else None
+        lost = None
+        # A log that another run began need not have a row of a step before its first checkpoint.
+        if distributed.is_first() and recipe.train.resume in ("auto", "never"):
+            lost = lost_rows(self.run_dir, start)
         with distributed.together("write to the run folder"):
             if distributed.is_first():
                 self._describe(start)
@@ -244,9 +249,7 @@ class _Run:
         weights, adapter, merged = self._on_host(chosen.weights), None, None
         with distributed.together("write what was trained"):
             if distributed.is_first():
-                adapter, merged = self._export(weights, metrics, self._card(chosen))
-                if certificate.remove_outdated(self.run_dir, chosen.step):
-                    metrics.note("removed the certificate, which is of another step's files")
+                adapter, merged = self._export(weights, metrics, chosen)
         return adapter, merged
 
     def _describe(self, start: int) -> None:
@@ -378,14 +381,20 @@ class _Run:
         return {name: distributed.fetch(weights[name]) for name in lora or weights}
 
     def _export(
-        self, weights: Mapping[str, Any], metrics: MetricsLog, card: str
+        self, weights: Mapping[str, Any], metrics: MetricsLog, chosen: Chosen
     ) -> tuple[Path | None, Path | None]:
         recipe, adapter, merged = self.recipe, None, None
-        state = unflatten(weights)
-        if self.lora is not None and recipe.save.adapter:
+        state, card = unflatten(weights), self._card(chosen)
+        lora = self.lora if recipe.save.adapter else None
+        as_merged = self.lora is None or recipe.save.merged
+        if lora is not None or as_merged:
+            with writable_output(self.run_dir):
+                if certificate.remove_outdated(self.run_dir, chosen.step):
+                    metrics.note("removed the certificate, which is of another step's files")
+        if lora is not None:
             adapter = self.run_dir / "adapter"
-            write.adapter(state, self.leaves, self.lora, self.origin, adapter, notes=card)
-        if self.lora is None or recipe.save.merged:
+            write.adapter(state, self.leaves, lora, self.origin, adapter, notes=card)
+        if as_merged:
             merged = self.run_dir / "merged"
             parts = {"recipe": recipe, "source": self.source}
             for note in write.whole(state, self.leaves, self.family, self.origin, merged, **parts):

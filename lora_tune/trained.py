@@ -11,7 +11,6 @@ import numpy as np
 from lora_tune import build
 from lora_tune import recipe as recipes
 from lora_tune.checkpoint.choice import read_trained
-from lora_tune.errors import InputError
 from lora_tune.hf.adapters import SCALE
 from lora_tune.hf.hub import Source
 from lora_tune.hf.table import Leaf, bind
@@ -27,14 +26,9 @@ def read_recipe(folder: Path, overrides: Sequence[str] = ()) -> schema.Recipe:
     """The recipe of a run folder, for use of what was trained rather than for training.
 
     Raises:
-      InputError: this is no run folder, its base is gone, or an override is wrong.
+      InputError: this is no run folder, or an override is wrong.
     """
     recipe = recipes.load(recipes.of_run(folder), overrides)
-    base = recipe.model.path
-    if Path(base).is_absolute() and not Path(base).exists():
-        raise InputError(
-            f"{folder}: its base {base} is not there; if it has moved, give model.path=FOLDER"
-        )
     # What training kept for its backward pass is of no use here, and not every device can do it.
     return dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, remat="full"))
 

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command `verify-resume`: trains the end of a run again and compares what was logged."""
 
+import contextlib
 import dataclasses
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import jax
-
 from lora_tune import build, words
 from lora_tune import recipe as recipes
 from lora_tune.checkpoint.choice import steps_in
-from lora_tune.checkpoint.folder import read_one
+from lora_tune.checkpoint.files import Damaged, read_meta
+from lora_tune.checkpoint.folder import changed_since, read_one
 from lora_tune.errors import InputError
 from lora_tune.prepare import Inputs, Training
 from lora_tune.training import loop
@@ -48,12 +48,11 @@ def verify_resume(pairs: words.Pairs) -> str | None:
     if not logged:
         raise InputError(f"{log} has no step that was trained, so there is nothing to compare with")
     inputs = Inputs.read(recipe)
-    _, schedule = build.optimizer_of(recipe, inputs.total_steps)
-    since = _changed_at(logged, schedule)
+    since = _changed_at(folder / "checkpoints", inputs.total_steps)
     if since:
         print(
-            f"steps up to {since} were trained with other learning rates than the recipe now gives "
-            "them (train.max_steps was another then, or optim.*): they are left out"
+            f"steps up to {since} were trained when the run was to have another number of steps, "
+            "and so with other learning rates: they are left out"
         )
     start = _start(folder, sorted(step for step in logged if step > since), last, since)
     if (fewer := sum(step > start for step in logged)) < last:
@@ -63,13 +62,12 @@ def verify_resume(pairs: words.Pairs) -> str | None:
     return _compare(wanted, replayed)
 
 
-def _changed_at(
-    logged: Mapping[int, Mapping[str, Any]], schedule: Callable[[Any], jax.Array]
-) -> int:
-    """The last step whose learning rate is not that of the schedule, 0 if all are."""
-    rates = loop.learning_rates(schedule, max(logged))
-    other = (step for step, row in logged.items() if row["learning_rate"] != float(rates[step - 1]))
-    return max(other, default=0)
+def _changed_at(checkpoints: Path, total_steps: int) -> int:
+    """The last step of a run as it was before it was given another number of steps, or 0."""
+    for step in reversed(steps_in(checkpoints)):
+        with contextlib.suppress(Damaged):
+            return changed_since(read_meta(checkpoints / str(step)), total_steps)
+    return 0
 
 
 def _start(folder: Path, logged: list[int], last: int, since: int) -> int:

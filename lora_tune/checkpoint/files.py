@@ -48,6 +48,8 @@ class Meta:
       evaluation: figures of the evaluation at this very step, if there was one.
       best: the best evaluation up to here, as `lora_tune.training.best.Best` has it.
       measured: what these two were measured on, as of `lora_tune.checkpoint.choice.measured_on`.
+      total_steps: of the whole run as it was then; the learning rates follow from it.
+      since: the step from which on it was that many.
     """
 
     step: int
@@ -57,6 +59,8 @@ class Meta:
     evaluation: Mapping[str, float] = field(default_factory=dict)
     best: Mapping[str, Any] | None = None
     measured: Mapping[str, Any] = field(default_factory=dict)
+    total_steps: int = 0
+    since: int = 0
 
 
 @dataclass(frozen=True)
@@ -270,6 +274,7 @@ def _read_arrays(
         for item, leaves in wanted.items()
     }
     args = {item: ocp.args.StandardRestore(leaves) for item, leaves in abstract.items()}
+    _LateWords.install()
     try:
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
             found = reader.restore(path.absolute(), args=ocp.args.Composite(**args))
@@ -280,16 +285,15 @@ def _read_arrays(
             if changed:
                 raise ValueError(f"checksum of {item} {_shortened(changed)} is wrong")
     except Exception as error:
-        _LateWords.drop()
         _raise_unread(path, error)
     return arrays
 
 
 class _LateWords:
-    """In the place of `sys.unraisablehook` from a failed read by Orbax on.
+    """In the place of `sys.unraisablehook` from the first read by Orbax on.
 
-    Its other reads of the same checkpoint fail too, and nobody asks them for their errors; or they
-    end later, and their event loop is closed. Python would print a traceback of each beside our
+    Where one array cannot be read, others cannot either, and nobody asks for their errors; or they
+    end later, when their event loop is closed. Python would print a traceback of each beside our
     sentence.
     """
 
@@ -303,25 +307,27 @@ class _LateWords:
             self._shown(unraisable)
 
     @classmethod
-    def drop(cls) -> None:
-        """Installs it, once."""
+    def install(cls) -> None:
+        """Puts it there, once."""
         if not isinstance(sys.unraisablehook, cls):
             sys.unraisablehook = cls(sys.unraisablehook)
 
 
 def _raise_unread(path: Path, error: Exception) -> NoReturn:
     """Raises what keeps a checkpoint from being read: it is damaged, or cannot be had just now."""
-    if isinstance(error, (MemoryError, jax.errors.JaxRuntimeError)):
-        raise error  # of the host or the devices, not of the files
-    if _NOT_NOW.search(str(error)):
+    chain: list[BaseException] = [error]
+    while (cause := chain[-1].__cause__) is not None:
+        chain.append(cause)
+    for each in chain:
+        if isinstance(each, (MemoryError, jax.errors.JaxRuntimeError)):
+            raise each  # of the host or the devices, not of the files
+    said = first_line(chain[-1])  # Orbax tells where, the storage tells what
+    if any(_NOT_NOW.search(str(each)) for each in chain):
         raise InputError(
-            f"checkpoint {path} cannot be read now ({first_line(error)}); see to that, then run "
-            "the same command again"
+            f"checkpoint {path} cannot be read now ({said}); see to that, then run the same "
+            "command again"
         ) from error
-    cause: BaseException = error
-    while cause.__cause__ is not None:  # Orbax tells where, the storage tells what
-        cause = cause.__cause__
-    raise Damaged(first_line(cause)) from error
+    raise Damaged(said) from error
 
 
 def _sharding(leaf: Any) -> jax.sharding.Sharding:

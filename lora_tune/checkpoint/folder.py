@@ -39,6 +39,7 @@ class Checkpoints:
       fingerprint: plain JSON values that a continued run must share with the checkpoint.
       metric: the figure by which an evaluation is the best.
       measured: what evaluations are made on, as of `choice.measured_on`.
+      total_steps: of the whole run.
       warn: receives one sentence whenever a checkpoint has to be passed over.
     """
 
@@ -53,6 +54,7 @@ class Checkpoints:
         fingerprint: Mapping[str, Any] | None = None,
         metric: str = "eval_loss",
         measured: Mapping[str, Any] | None = None,
+        total_steps: int = 0,
         warn: Callable[[str], None] | None = None,
     ) -> None:
         if keep < 1 or every < 0:
@@ -64,6 +66,7 @@ class Checkpoints:
         self._keep, self._metric = keep, metric
         self._fingerprint = files.plain(fingerprint or {})
         self._measured = files.plain(measured or {})
+        self._total_steps, self._since = total_steps, 0
         self._warn = warn or _to_stderr
         self._pending: tuple[Path, Any] | None = None
         self._open()
@@ -123,6 +126,8 @@ class Checkpoints:
             dict(evaluation or {}),
             None if best is None else asdict(best),
             self._measured,
+            self._total_steps,
+            self._since,
         )
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -182,6 +187,8 @@ class Checkpoints:
             except Damaged as error:
                 restored, problem = None, error
             if not any_of(problem is not None):
+                assert restored is not None  # for nobody has a problem
+                self._since = changed_since(restored.meta, self._total_steps)
                 return restored
             self._set_aside(path, problem or Damaged("another process cannot read it"))
         if found:
@@ -257,6 +264,11 @@ class Checkpoints:
         if is_first():
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
+
+
+def changed_since(meta: Meta, total_steps: int) -> int:
+    """The step from which on a run, at this checkpoint, has had so many steps in all."""
+    return meta.since if meta.total_steps == total_steps else meta.step
 
 
 def read_one(

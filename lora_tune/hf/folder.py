@@ -124,22 +124,31 @@ def check_replaceable(out_dir: Path, *, kind: str) -> None:
         raise InputError(f"{out_dir}: exists and is not a folder; choose another output folder")
     if not any(out_dir.iterdir()):
         return
-    marker = _marker(out_dir)
-    held = marker.get("kind")
+    held = _marker(out_dir).get("kind")
     if held != kind:
         what = "was not written by lora-tune" if held is None else f"holds the export {held!r}"
         raise InputError(
             f"{out_dir}: is not empty and {what}; choose another output folder or empty it"
         )
-    written = marker.get("files")
-    ours = map(str, written if isinstance(written, list) else ())
-    other = sorted({*_files(out_dir)}.difference(ours))
+    written = _written(out_dir)
+    if written is None:
+        raise InputError(
+            f"{out_dir}: would be replaced, and does not say which of its files lora-tune wrote; "
+            "move it away or choose another output folder"
+        )
+    other = sorted({*_files(out_dir)}.difference(written))
     if other:
         more = f" and {len(other) - 1} more" if len(other) > 1 else ""
         raise InputError(
             f"{out_dir}: would be replaced, and holds {other[0]}{more}, which lora-tune did not "
             "write; move it away or choose another output folder"
         )
+
+
+def lost_files(folder: Path) -> list[str]:
+    """The files of an export that are not there any more."""
+    written = _written(folder) or []
+    return [name for name in written if not (folder / name).is_file()]
 
 
 def check_apart(out_dir: Path, source: Path) -> None:
@@ -216,10 +225,16 @@ def _marker(folder: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def _written(folder: Path) -> list[str] | None:
+    """The files that the marker of a folder names, None where it names none."""
+    files = _marker(folder).get("files")
+    return list(map(str, files)) if isinstance(files, list) else None
+
+
 def _files(folder: Path) -> Iterator[str]:
-    """The files below a folder, but for the marker."""
+    """The files and links below a folder, but for the marker."""
     for path in folder.rglob("*"):
-        if not path.is_dir() and path != folder / MARKER:
+        if (path.is_symlink() or not path.is_dir()) and path != folder / MARKER:
             yield path.relative_to(folder).as_posix()
 
 
@@ -229,7 +244,7 @@ def check_companions(source: Path, *, skip: Sequence[str] = ()) -> None:
     Raises:
       InputError: one of them is a link out of the folder: what it leads to is not the model's.
     """
-    for file in (*companions(source, skip), *(source / _TEMPLATES).rglob("*")):
+    for file in (*_companions(source, skip), *(source / _TEMPLATES).rglob("*")):
         check_inside(file, source)
 
 
@@ -240,14 +255,13 @@ def copy_companions(source: Path, target: Path, *, skip: Sequence[str] = ()) -> 
       InputError: as of `check_companions`.
     """
     check_companions(source, skip=skip)
-    for file in companions(source, skip):
+    for file in _companions(source, skip):
         shutil.copyfile(file, target / file.name)
     if (source / _TEMPLATES).is_dir():
         shutil.copytree(source / _TEMPLATES, target / _TEMPLATES)
 
 
-def companions(source: Path, skip: Sequence[str] = ()) -> Iterator[Path]:
-    """The files of a model folder that belong beside its weights, but for those named in `skip`."""
+def _companions(source: Path, skip: Sequence[str]) -> Iterator[Path]:
     for file in sorted(source.iterdir()):
         wanted = file.suffix in _COPIED or file.name.startswith("LICENSE")
         index = file.name.endswith(".index.json") or file.name.startswith("adapter_")

@@ -50,7 +50,7 @@ def find_model(path: str, *, revision: str | None = None, weights: bool = True) 
         return _local(folder)
     if folder.exists() or not is_hub_id(path) or path.startswith("."):
         page = _HUB_PAGE.match(path)
-        advice = f"write {page['id']}" if page else "check the path"
+        advice = f"write {page['id']}" if page else "give the path where it is now"
         if folder.is_file():
             advice = f"it is a file, name its folder {folder.parent}"
         raise InputError(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The certificate of a run: the figures as JSON, and the same to read."""
 
-import contextlib
 import json
 import math
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,23 +31,20 @@ def write(folder: Path, certificate: Mapping[str, Any]) -> None:
 
 
 def remove_outdated(folder: Path, step: int) -> bool:
-    """Removes a certificate whose files have been written anew from another step.
+    """Removes a certificate of files that are about to be written anew from another step.
 
     Returns:
       Whether there was one.
     """
+    there = [path for name in (FIGURES, SUMMARY) if (path := folder / name).is_file()]
     try:
-        found = json.loads((folder / FIGURES).read_text(encoding="utf-8"))
-        same = found["step"] == step
-    except FileNotFoundError:
-        return False
+        if not there or json.loads((folder / FIGURES).read_bytes())["step"] == step:
+            return False
     except (OSError, ValueError, TypeError, KeyError):
-        same = False
-    if not same:
-        for name in (FIGURES, SUMMARY):
-            with contextlib.suppress(OSError):
-                (folder / name).unlink()
-    return not same
+        pass  # it says nothing of that step
+    for path in there:
+        path.unlink()
+    return True
 
 
 def _json(certificate: Mapping[str, Any]) -> str:
@@ -85,8 +82,11 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
         yield _windows(found["windows"])
     yield from (f"- **{problem}**" for problem in found["problems"])
     if found["problems"] and found["step"] is not None:
-        command = f"lora-tune export run={found['run']} to=OUT"
-        yield f"- of files that were changed or damaged, `{command}` writes this checkpoint's anew"
+        command = f"lora-tune export run={shlex.quote(found['run'])} to=OUT"
+        yield (
+            f"- files that were changed or damaged: `{command} format=peft` writes this "
+            "checkpoint's adapter anew, and `format=merged` the merged model"
+        )
     if found["adapter"]:
         yield from _adapter(found["adapter"])
     if found["merge"]:

@@ -20,7 +20,7 @@ from lora_tune.hf.adapters import flat_arrays
 from lora_tune.hf.files import read_json
 from lora_tune.hf.header import nbytes
 from lora_tune.hf.load import ignored_tensors, open_base
-from lora_tune.hf.peft_config import CONFIG_FILE
+from lora_tune.hf.peft_config import Settings, read_config
 from lora_tune.models.fields import max_positions
 from lora_tune.proof import adapter as adapters
 from lora_tune.proof import certificate, merged, reference, serving
@@ -86,7 +86,7 @@ class _Proof:
         if run.lora and not self.adapter and run.step is None:
             raise InputError(
                 f"{run.folder} has neither adapter/ nor a checkpoint, so nothing says what merged/ "
-                "should be"
+                "should be; bring one of them back, or train again into another output_dir"
             )
         if self.adapter and not self._has_base():
             raise InputError(
@@ -119,7 +119,7 @@ class _Proof:
         if self.adapter:
             with self._noted():
                 pairs, problems = adapters.compare(self.adapter, run)
-                config = read_json(self.adapter / CONFIG_FILE)
+                config = self._served(read_config(self.adapter))
                 self.problems += problems
         elif run.lora:
             pairs = adapters.trained_pairs(run)
@@ -157,6 +157,16 @@ class _Proof:
             else serving.vllm_command(config, run.folder / "adapter", self.merged, takes=takes),
         }
 
+    def _served(self, settings: Settings) -> dict[str, Any]:
+        """What servers read of an adapter's configuration, what it leaves out filled in."""
+        return {
+            "base_model_name_or_path": settings.base or self.run.source.base_name,
+            "r": settings.r,
+            "lora_alpha": settings.alpha,
+            "use_rslora": settings.use_rslora,
+            "rank_pattern": settings.rank_pattern,
+        }
+
     def _described(self) -> dict[str, Any] | None:
         cut = [window for window in self.windows if window is not None]
         if not cut:
@@ -181,7 +191,7 @@ class _Proof:
         self, rows: Rows, pairs: adapters.Pairs
     ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         merge = self._merge(pairs)
-        if self.problems:
+        if self.merged and self.problems:
             return None, merge
         rounded = merge is not None and (merge["max_rounding"] or 0.0) >= 1e-6
         prover = Prover(self.run, rows, self.tolerance, exact=not rounded)

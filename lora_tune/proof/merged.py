@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from lora_tune.hf.files import read_json
-from lora_tune.hf.folder import companions
+from lora_tune.hf.folder import lost_files
 from lora_tune.hf.fused import Pair
 from lora_tune.hf.load import open_base
 from lora_tune.hf.table import Leaf, hf_state
@@ -111,17 +111,16 @@ def compare_trained(
 
 
 def _companion_problems(base: Path, merged: Path, family: Family, *, full: bool) -> list[str]:
-    """What is not as beside the base's weights: other libraries read it.
+    """What is wrong beside the weights: files are gone, or the configuration is not the base's.
 
-    The configuration of `full` training has types of its own.
+    That of `full` training has types of its own.
     """
     name = "config.json"
     wanted, found = family.portable_config(read_json(base / name)), read_json(merged / name)
     own = ("dtype", "torch_dtype") if full else ()
     if any(wanted.get(k) != found.get(k) for k in {*wanted, *found}.difference(own)):
         return [f"{merged.name}/{name}: is not that of the base"]
-    absent = [file.name for file in companions(base) if not (merged / file.name).is_file()]
-    return [f"{each}: is in the base, and not in {merged.name}/" for each in absent]
+    return [f"{merged.name}/{each}: was written, and is not there" for each in lost_files(merged)]
 
 
 def _count(tensor: Tensor, new: Tensor, found: Changes, *, expected: bool) -> None:

@@ -25,11 +25,11 @@ def reasons_against(
     """Why a server would not serve the adapter as it was trained: server -> reasons.
 
     Args:
-      config: content of `adapter_config.json`.
+      config: what `adapter_config.json` says of rank, scale and base.
       pairs: the adapter by module.
       model_type: that of the base.
     """
-    scale = scaling(config["r"], config["lora_alpha"], bool(config.get("use_rslora")))
+    scale = scaling(config["r"], config["lora_alpha"], config["use_rslora"])
     odd = [m for m, pair in pairs.items() if not math.isclose(pair.scale, scale, rel_tol=1e-6)]
     heads = [module for module in pairs if module.rpartition(".")[2] in _HEADS]
     both, vllm = [], []

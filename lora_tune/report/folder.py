@@ -146,7 +146,7 @@ def report(pairs: words.Pairs) -> None:
         raise InputError("expected run=DIR, the folder of a run")
     written = write_report(Path(given["run"]))
     if not read_rows(written.with_name("metrics.jsonl")):
-        print("note: metrics.jsonl holds nothing, so the report has no curves", file=sys.stderr)
+        print("note: metrics.jsonl has no rows, so the report has no curves", file=sys.stderr)
     print(f"wrote {written}")
 
 

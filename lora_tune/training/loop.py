@@ -228,11 +228,6 @@ def run(
     return Outcome((trainable, opt_state, frozen), step, log.counts, interrupted, saved, early)
 
 
-def learning_rates(schedule: Callable[[Any], jax.Array], steps: int) -> np.ndarray:
-    """The learning rates of the first `steps` steps, [steps], as the log has them."""
-    return np.asarray(jax.jit(jax.vmap(schedule))(jnp.arange(steps)))
-
-
 class _Log:
     """Fetches the numbers of finished steps, checks them, and writes the rows that are due."""
 
@@ -251,7 +246,7 @@ class _Log:
         }
         # All at once and from zero: no small computation waits in the device's queue later, and a
         # continued run logs the very same numbers.
-        self._rates = learning_rates(schedule, total_steps)
+        self._rates = np.asarray(jax.jit(jax.vmap(schedule))(jnp.arange(total_steps)))
         self._logged = {1, total_steps}
         self._log_every = log_every
         self._pending: deque[tuple[int, Any, Mapping[str, int]]] = deque()

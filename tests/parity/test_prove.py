@@ -311,7 +311,9 @@ def test_an_adapter_that_cannot_be_read_fails_by_name(run, tmp_path, capsys, nam
     error = prove(copy, capsys)
     assert f"{copy}/adapter/{name}: " in error
     assert "write the folder again" in error
-    assert f"`lora-tune export run={copy} to=OUT`" in (copy / "certificate.md").read_text()
+    assert (
+        f"`lora-tune export run={copy} to=OUT format=peft`" in (copy / "certificate.md").read_text()
+    )
     (copy / "adapter" / name).unlink()
     error = prove(copy, capsys)
     assert f"{copy}/adapter/{name}: " in error
@@ -330,10 +332,12 @@ def test_what_a_configuration_may_leave_out_is_as_peft_has_it(run, tmp_path, cap
     copy = without_merged(run, tmp_path / "run")
     path = copy / "adapter" / "adapter_config.json"
     config = json.loads(path.read_text())
-    del config["use_rslora"]
-    path.write_text(json.dumps(config))
+    absent = ("use_rslora", "rank_pattern", "alpha_pattern", "revision")
+    assert not any(config.pop(key, None) for key in absent)
+    path.write_text(json.dumps(config | {"base_model_name_or_path": None}))
     prove(copy, capsys, status=0)
     assert figures(copy)["loads"]["vllm"]["loads"]
+    assert f"vllm serve {run.parent / 'base'} " in figures(copy)["vllm_serve"]
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
@@ -377,7 +381,7 @@ def test_a_merged_folder_alone_is_compared_with_the_checkpoint(run, tmp_path, ca
 def test_a_merged_folder_without_its_tokenizer_fails(run, tmp_path, capsys):
     copy = shutil.copytree(run, tmp_path / "run")
     (copy / "merged" / "tokenizer.json").unlink()
-    assert "tokenizer.json: is in the base, and not in merged/" in prove(copy, capsys)
+    assert "merged/tokenizer.json: was written, and is not there" in prove(copy, capsys)
 
 
 def test_a_window_that_cannot_be_is_refused(run, capsys):

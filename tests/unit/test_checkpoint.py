@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -18,7 +19,7 @@ from toy_problem import make_state, optimizer
 from lora_tune.checkpoint import files
 from lora_tune.checkpoint import folder as folders
 from lora_tune.checkpoint.choice import comparable, measured_on, read_trained
-from lora_tune.checkpoint.folder import Checkpoints
+from lora_tune.checkpoint.folder import Checkpoints, changed_since
 from lora_tune.errors import InputError
 
 COUNT = {"count": jnp.int32(0)}
@@ -263,6 +264,37 @@ def test_late_words_of_a_failed_read_are_not_shown(tmp_path, monkeypatch):
         error, coroutine = RuntimeError(said), types.SimpleNamespace(cr_code=of)
         sys.unraisablehook(types.SimpleNamespace(exc_value=error, object=coroutine))
     assert [str(each.exc_value) for each in told] == ["another"]
+
+
+@pytest.mark.parametrize("reason", ["Permission denied [OS error 13]", "Input/output error"])
+def test_what_the_storage_says_below_orbax_counts(tmp_path, reason):
+    error = Exception("Encountered error while reading array index: (slice(0, 2, 1),)")
+    error.__cause__ = ValueError(f"FAILED: {reason}\nmore")
+    with pytest.raises(InputError, match=rf"cannot be read now \(FAILED: {re.escape(reason)}\)"):
+        files._raise_unread(tmp_path, error)
+    error.__cause__ = ValueError("DATA_LOSS: too short")
+    with pytest.raises(files.Damaged, match=r"^DATA_LOSS: too short$"):
+        files._raise_unread(tmp_path, error)
+
+
+def test_a_checkpoint_knows_since_when_the_run_has_so_many_steps(tmp_path):
+    def of(total: int) -> Checkpoints:
+        return open_folder(tmp_path, total_steps=total)
+
+    def since(folder: Checkpoints, step: int) -> int:
+        folder.save(step, small_state(), position={})
+        folder.wait()
+        return files.read_meta(tmp_path / str(step)).since
+
+    assert since(of(9), 8) == 0
+    longer = of(12)
+    longer.restore(small_state())
+    assert since(longer, 10) == 8
+    again = of(12)
+    again.restore(small_state())
+    assert since(again, 11) == 8
+    assert changed_since(files.read_meta(tmp_path / "11"), 12) == 8
+    assert changed_since(files.read_meta(tmp_path / "11"), 15) == 11
 
 
 def test_wrong_values_are_found_even_if_the_storage_does_not_notice(tmp_path, monkeypatch):

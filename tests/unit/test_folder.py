@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Output folders replace an earlier result of their own kind, and nothing else."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from lora_tune import InputError
-from lora_tune.hf.folder import check_apart, new_folder, replace_file
+from lora_tune.hf.folder import MARKER, check_apart, lost_files, new_folder, replace_file
 
 
 def write(folder: Path, kind: str, text: str) -> None:
@@ -34,6 +35,18 @@ def test_files_of_others_in_a_result_are_not_lost(tmp_path: Path) -> None:
         write(out, "adapter", "second")
     assert (out / "notes" / "mine.txt").read_text() == "kept"
     (out / "notes" / "mine.txt").unlink()
+    (out / "large").symlink_to(tmp_path, target_is_directory=True)
+    with pytest.raises(InputError, match="holds large, which"):
+        write(out, "adapter", "second")
+    (out / "large").unlink()
+    assert lost_files(out) == []
+    marker = json.loads((out / MARKER).read_text())
+    (out / MARKER).write_text(json.dumps({"kind": "adapter"}))
+    with pytest.raises(InputError, match="does not say which of its files lora-tune wrote"):
+        write(out, "adapter", "second")
+    (out / MARKER).write_text(json.dumps(marker))
+    (out / "content").unlink()
+    assert lost_files(out) == ["content"]
     write(out, "adapter", "second")
     assert (out / "content").read_text() == "second"
 
