@@ -45,7 +45,7 @@ def new_folder(out_dir: Path, *, kind: str, size: int = 0) -> Iterator[Path]:
     try:
         partial.mkdir(parents=True)
         yield partial
-        written = {"kind": kind, "files": [*_files(partial)]}
+        written = {"kind": kind, "files": sorted(_files(partial))}
         (partial / MARKER).write_text(json.dumps(written) + "\n", encoding="utf-8")
         _sync(partial)
         _swap(partial, out_dir, old)
