@@ -153,7 +153,9 @@ class Reader:
     def _descriptor(self, file: Path) -> int:
         with self._lock:
             if file not in self._open:
-                self._open[file] = os.open(file, os.O_RDONLY)
+                self._open[file] = descriptor = os.open(file, os.O_RDONLY)
+                if hasattr(os, "posix_fadvise"):  # the system then reads further ahead
+                    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
             return self._open[file]
 
 
