@@ -20,7 +20,7 @@ from small_run import leftovers, losses_of, rows_of, write_chats, write_model, w
 
 ROOT = Path(__file__).parents[2]
 STEPS = 6
-MORE = 24
+MORE = 12
 SECTIONS: Mapping[str, Any] = {
     "mesh": {"fsdp": 4, "expert": 2},
     "train": {
