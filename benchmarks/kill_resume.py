@@ -37,7 +37,7 @@ from small_run import (  # noqa: E402
     write_model,
     write_recipe,
 )
-from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: E402, F401  late too
+from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: E402, F401  a run imports them late
 
 from lora_tune import api, cli, compiled  # noqa: E402, F401
 
